@@ -1,0 +1,1 @@
+//! matkv-decoder-core

@@ -1,0 +1,92 @@
+//! Which instruction set the kernels run on, decided once per process.
+
+use std::sync::OnceLock;
+
+/// An instruction set the kernels have a version for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Isa {
+    /// Plain Rust: sixteen-element arrays.
+    Portable,
+    /// AVX2 with FMA.
+    Avx2,
+    /// AVX-512 F, BW, DQ, VL.
+    Avx512,
+}
+
+impl Isa {
+    /// The best set this CPU has, or the one `MATKV_ISA` names if the CPU has it.
+    pub fn detect() -> Self {
+        static ISA: OnceLock<Isa> = OnceLock::new();
+        *ISA.get_or_init(|| {
+            let wanted = std::env::var("MATKV_ISA").ok();
+            Self::available()
+                .into_iter()
+                .find(|isa| wanted.as_deref().is_none_or(|w| isa.name() == w))
+                .unwrap_or(Self::Portable)
+        })
+    }
+
+    /// Every set this CPU can run, best first.
+    pub fn available() -> Vec<Self> {
+        let mut sets = Vec::new();
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            if avx2
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                sets.push(Self::Avx512);
+            }
+            if avx2 {
+                sets.push(Self::Avx2);
+            }
+        }
+        sets.push(Self::Portable);
+        sets
+    }
+
+    /// Name in reports and in `MATKV_ISA`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Portable => "portable",
+            Self::Avx2 => "avx2",
+            Self::Avx512 => "avx512",
+        }
+    }
+}
+
+/// Defines `fn $name(isa, args…)` that runs `$body::<L>` compiled for the given instruction set.
+macro_rules! dispatch {
+    ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident => $body:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
+        $(#[$doc])*
+        $vis unsafe fn $name(isa: $crate::isa::Isa, $($arg: $ty),*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma")]
+            unsafe fn avx2($($arg: $ty),*) {
+                // SAFETY: same contract as the caller's; the feature is enabled here.
+                unsafe { $body::<$crate::lanes_avx2::Avx2>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            unsafe fn avx512($($arg: $ty),*) {
+                // SAFETY: same contract as the caller's; the features are enabled here.
+                unsafe { $body::<$crate::lanes_avx512::Avx512>($($arg),*) }
+            }
+            match isa {
+                // SAFETY: `Isa` values other than `Portable` come from `Isa::available`, which
+                // checks the CPU; the rest of the contract is the caller's.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: needs no CPU feature; the rest of the contract is the caller's.
+                _ => unsafe { $body::<$crate::lanes::Portable>($($arg),*) },
+            }
+        }
+    };
+}
+pub(crate) use dispatch;

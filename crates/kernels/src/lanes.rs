@@ -1,0 +1,158 @@
+//! Sixteen f32 lanes: the one abstraction the kernels are written in.
+//!
+//! Every operation is exact or correctly rounded, so an implementation has no freedom and all
+//! of them give the same bits.
+
+/// Number of lanes.
+pub(crate) const LANES: usize = 16;
+
+/// Sixteen f32 lanes on some instruction set.
+///
+/// # Safety
+/// The methods of an implementation may only run on a CPU with the features it names.
+pub(crate) unsafe trait Lanes: Copy + 'static {
+    type V: Copy;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// `a × b + c` with one rounding.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
+    /// `a > b ? a : b`, so a NaN in `a` yields `b`.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// To the nearest integer, ties to even.
+    unsafe fn round(a: Self::V) -> Self::V;
+    /// `2^n` for lanes that hold integers in −126…127.
+    unsafe fn exp2i(n: Self::V) -> Self::V;
+    /// Widens 32 interleaved bf16 values into the even-index and odd-index lanes.
+    unsafe fn load_bf16_pair(p: *const u16) -> (Self::V, Self::V);
+    /// Keeps lanes `lo..hi` of `v`; the others become `other`.
+    unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V;
+
+    #[inline(always)]
+    unsafe fn to_array(v: Self::V) -> [f32; LANES] {
+        let mut out = [0.0; LANES];
+        // SAFETY: the array has room for all lanes.
+        unsafe { Self::store(out.as_mut_ptr(), v) };
+        out
+    }
+
+    /// Sum of the lanes as a balanced tree: 8 + 4 + 2 + 1.
+    #[inline(always)]
+    unsafe fn sum(v: Self::V) -> f32 {
+        // SAFETY: plain lane access.
+        let mut a = unsafe { Self::to_array(v) };
+        for width in [8, 4, 2, 1] {
+            for i in 0..width {
+                a[i] += a[i + width];
+            }
+        }
+        a[0]
+    }
+
+    /// Largest lane, ignoring NaN.
+    #[inline(always)]
+    unsafe fn max_lane(v: Self::V) -> f32 {
+        // SAFETY: plain lane access.
+        let a = unsafe { Self::to_array(v) };
+        a.iter().fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
+    }
+
+    /// `e^x`, relative error below 2e-7, for `x ≤ 88`; below −87 the result is `e^−87`.
+    ///
+    /// Range reduction `x = (n + f) ln 2` with `|f| ≤ 1/2`; `2^f` is its Taylor polynomial of
+    /// degree six (the next term is at most 1.2e-7).
+    #[inline(always)]
+    unsafe fn exp(x: Self::V) -> Self::V {
+        // SAFETY: forwarded feature requirement.
+        unsafe {
+            let x = Self::max(x, Self::splat(-87.0));
+            let log2e = Self::splat(std::f32::consts::LOG2_E);
+            let n = Self::round(Self::mul(x, log2e));
+            let minus_n = Self::sub(Self::splat(0.0), n);
+            let f = Self::fma(x, log2e, minus_n);
+            let mut p = Self::splat(1.540_353e-4);
+            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_410_9e-2, 2.402_265_1e-1, 6.931_472e-1] {
+                p = Self::fma(p, f, Self::splat(c));
+            }
+            p = Self::fma(p, f, Self::splat(1.0));
+            Self::mul(p, Self::exp2i(n))
+        }
+    }
+}
+
+/// Plain arrays.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+#[inline(always)]
+fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; LANES] {
+    std::array::from_fn(|i| f(a[i], b[i]))
+}
+
+// SAFETY: no CPU feature is needed.
+unsafe impl Lanes for Portable {
+    type V = [f32; LANES];
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        [x; LANES]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        // SAFETY: the caller gives 16 readable elements.
+        unsafe { p.cast::<Self::V>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        // SAFETY: the caller gives 16 writable elements.
+        unsafe { p.cast::<Self::V>().write_unaligned(v) }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |x, y| x + y)
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |x, y| x - y)
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |x, y| x * y)
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |x, y| x / y)
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        map2(a, b, |x, y| if x > y { x } else { y })
+    }
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        a.map(f32::round_ties_even)
+    }
+    #[inline(always)]
+    unsafe fn exp2i(n: Self::V) -> Self::V {
+        n.map(|x| f32::from_bits(((x as i32 + 127) << 23) as u32))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_pair(p: *const u16) -> (Self::V, Self::V) {
+        // SAFETY: the caller gives 32 readable elements.
+        let raw = unsafe { p.cast::<[u16; 2 * LANES]>().read_unaligned() };
+        let widen = |x: u16| f32::from_bits(u32::from(x) << 16);
+        (std::array::from_fn(|i| widen(raw[2 * i])), std::array::from_fn(|i| widen(raw[2 * i + 1])))
+    }
+    #[inline(always)]
+    unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {
+        std::array::from_fn(|i| if i >= lo && i < hi { v[i] } else { other })
+    }
+}

@@ -1,0 +1,94 @@
+//! Sixteen lanes as two 256-bit registers.
+#![cfg(target_arch = "x86_64")]
+
+use std::arch::x86_64::*;
+
+use crate::lanes::{LANES, Lanes};
+
+/// AVX2 with FMA.
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+// SAFETY: every method is a few AVX2 or FMA instructions; callers hold the trait's contract.
+#[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
+unsafe impl Lanes for Avx2 {
+    type V = [__m256; 2];
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::V {
+        unsafe { [_mm256_set1_ps(x); 2] }
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> Self::V {
+        unsafe { [_mm256_loadu_ps(p), _mm256_loadu_ps(p.add(8))] }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: Self::V) {
+        unsafe {
+            _mm256_storeu_ps(p, v[0]);
+            _mm256_storeu_ps(p.add(8), v[1]);
+        }
+    }
+    #[inline(always)]
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
+        unsafe { [_mm256_fmadd_ps(a[0], b[0], c[0]), _mm256_fmadd_ps(a[1], b[1], c[1])] }
+    }
+    #[inline(always)]
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { [_mm256_add_ps(a[0], b[0]), _mm256_add_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { [_mm256_sub_ps(a[0], b[0]), _mm256_sub_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { [_mm256_mul_ps(a[0], b[0]), _mm256_mul_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { [_mm256_div_ps(a[0], b[0]), _mm256_div_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V {
+        unsafe { [_mm256_max_ps(a[0], b[0]), _mm256_max_ps(a[1], b[1])] }
+    }
+    #[inline(always)]
+    unsafe fn round(a: Self::V) -> Self::V {
+        unsafe { [_mm256_round_ps::<8>(a[0]), _mm256_round_ps::<8>(a[1])] }
+    }
+    #[inline(always)]
+    unsafe fn exp2i(n: Self::V) -> Self::V {
+        unsafe {
+            n.map(|half| {
+                let bits = _mm256_add_epi32(_mm256_cvtps_epi32(half), _mm256_set1_epi32(127));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(bits))
+            })
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16_pair(p: *const u16) -> (Self::V, Self::V) {
+        unsafe {
+            let high = _mm256_set1_epi32(0xffff_0000_u32 as i32);
+            let raw = [_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(LANES).cast())];
+            (
+                raw.map(|r| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(r))),
+                raw.map(|r| _mm256_castsi256_ps(_mm256_and_si256(r, high))),
+            )
+        }
+    }
+    #[inline(always)]
+    unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {
+        unsafe {
+            let index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+            let keep = |half: __m256, base: usize| {
+                let lane = _mm256_add_epi32(index, _mm256_set1_epi32(base as i32));
+                let from = _mm256_cmpgt_epi32(lane, _mm256_set1_epi32(lo as i32 - 1));
+                let to = _mm256_cmpgt_epi32(_mm256_set1_epi32(hi.min(LANES) as i32), lane);
+                let mask = _mm256_castsi256_ps(_mm256_and_si256(from, to));
+                _mm256_blendv_ps(_mm256_set1_ps(other), half, mask)
+            };
+            [keep(v[0], 0), keep(v[1], 8)]
+        }
+    }
+}

@@ -1,0 +1,156 @@
+//! Random KV sections and a slow, exact attention over segments.
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
+use matkv_kernels::reference::{Row, attention, rotate};
+use matkv_kernels::{
+    AttentionJob, Isa, RotaryEmbedding, SegmentView, attend, read_k, read_v, rotate_heads,
+    write_rows,
+};
+use matkv_types::{KvDtype, KvLayout, KvShape};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+pub fn rng(seed: u64) -> StdRng {
+    StdRng::seed_from_u64(seed)
+}
+
+pub fn vector(rng: &mut StdRng, n: usize) -> Vec<f32> {
+    (0..n).map(|_| rng.random_range(-1.0f32..1.0)).collect()
+}
+
+/// A KV section whose first `rows` rows are random and the rest of which is NaN.
+pub fn section(
+    rng: &mut StdRng,
+    shape: KvShape,
+    dtype: KvDtype,
+    rows: usize,
+) -> (Vec<u8>, KvLayout) {
+    let layout = KvLayout::new(shape, dtype, rows);
+    let mut bytes = aligned(layout.total_bytes());
+    let width = shape.kv_heads * shape.head_dim;
+    for layer in 0..shape.layers {
+        for row in 0..rows {
+            let (k, v) = (vector(rng, width), vector(rng, width));
+            write_rows(&mut bytes, &layout, layer, row, &k, &v);
+        }
+    }
+    (bytes, layout)
+}
+
+/// Poison: every element reads as NaN in both element types.
+pub fn aligned(len: usize) -> Vec<u8> {
+    vec![0xff; len]
+}
+
+/// Overwrites rows outside `keep` with NaN.
+pub fn poison(bytes: &mut [u8], layout: &KvLayout, keep: std::ops::Range<usize>) {
+    let width = layout.shape.kv_heads * layout.shape.head_dim;
+    let nan = vec![f32::NAN; width];
+    for layer in 0..layout.shape.layers {
+        for row in (0..layout.rows).filter(|r| !keep.contains(r)) {
+            write_rows(bytes, layout, layer, row, &nan, &nan);
+        }
+    }
+}
+
+/// A segment of a test sequence.
+pub struct Seg {
+    pub bytes: Vec<u8>,
+    pub layout: KvLayout,
+    pub first_row: usize,
+    pub rows: usize,
+    pub position: usize,
+    /// Added to where the rows were compiled to reach where they are read.
+    pub shift: i64,
+}
+
+pub struct Case {
+    pub heads: usize,
+    pub layer: usize,
+    pub rope: RotaryEmbedding,
+    pub segs: Vec<Seg>,
+    pub positions: Vec<usize>,
+    /// Unrotated queries `[row][heads · dim]`.
+    pub q: Vec<f32>,
+}
+
+impl Case {
+    fn dim(&self) -> usize {
+        self.segs[0].layout.shape.head_dim
+    }
+
+    pub fn run(&self, isa: Isa) -> Vec<f32> {
+        let width = self.heads * self.dim();
+        let scale = 1.0 / (self.dim() as f32).sqrt();
+        let rotated: Vec<Vec<f32>> = self
+            .segs
+            .iter()
+            .map(|s| {
+                let angles =
+                    self.rope.angles(self.positions.iter().map(|&p| p as i64 - s.shift));
+                let mut out = vec![0.0; self.q.len()];
+                for (i, (x, o)) in
+                    self.q.chunks_exact(width).zip(out.chunks_exact_mut(width)).enumerate()
+                {
+                    rotate_heads(self.rope.style, &angles, i, x, scale, o);
+                }
+                out
+            })
+            .collect();
+        let segments = self
+            .segs
+            .iter()
+            .zip(&rotated)
+            .map(|(s, q)| SegmentView {
+                section: &s.bytes,
+                layout: s.layout,
+                first_row: s.first_row,
+                rows: s.rows,
+                position: s.position,
+                queries: q,
+            })
+            .collect();
+        let mut out = vec![f32::NAN; self.q.len()];
+        let job = AttentionJob { segments, positions: &self.positions, out: &mut out };
+        attend(isa, self.layer, self.heads, vec![job]);
+        out
+    }
+
+    pub fn exact(&self) -> Vec<f64> {
+        let (dim, kv_heads) = (self.dim(), self.segs[0].layout.shape.kv_heads);
+        let mut out = Vec::new();
+        for (i, &position) in self.positions.iter().enumerate() {
+            for head in 0..self.heads {
+                let kv = head / (self.heads / kv_heads);
+                let q = &self.q[(i * self.heads + head) * dim..][..dim];
+                let q: Vec<f64> = q.iter().map(|&x| f64::from(x) / (dim as f64).sqrt()).collect();
+                let queries: Vec<Vec<f64>> = self
+                    .segs
+                    .iter()
+                    .map(|s| rotate(&self.rope, position as i64 - s.shift, &q))
+                    .collect();
+                let mut rows = Vec::new();
+                for (s, query) in self.segs.iter().zip(&queries) {
+                    for r in (0..s.rows).filter(|r| s.position + r <= position) {
+                        let row = s.first_row + r;
+                        let at = (self.layer, kv);
+                        let k = (0..dim).map(|d| read_k(&s.bytes, &s.layout, at, row, d).into());
+                        let v = (0..dim).map(|d| read_v(&s.bytes, &s.layout, at, row, d).into());
+                        rows.push(Row { query, k: k.collect(), v: v.collect() });
+                    }
+                }
+                out.extend(attention(&rows));
+            }
+        }
+        out
+    }
+
+    /// Largest difference from the f64 reference. Outputs are averages of values in −1…1.
+    pub fn error(&self, isa: Isa) -> f64 {
+        self.run(isa)
+            .iter()
+            .zip(self.exact())
+            .map(|(a, b)| (f64::from(*a) - b).abs())
+            .fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m })
+    }
+}

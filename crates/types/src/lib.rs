@@ -1,0 +1,16 @@
+//! The words the whole system shares: identifiers, shapes, encodings, layout arithmetic.
+//!
+//! Not here: any input or output, any policy. Everything in this crate is a plain value.
+#![forbid(unsafe_code)]
+
+mod encoding;
+mod hash;
+mod ids;
+mod layout;
+mod mode;
+
+pub use encoding::{Codec, Encoding, KvDtype, LayoutId};
+pub use hash::LengthPrefixedHasher;
+pub use ids::{ChunkId, ContentId, Digest, Fingerprint, ParseDigestError};
+pub use layout::{KvLayout, KvShape, PAGE_BYTES, TILE_ROWS, align_up};
+pub use mode::{FinishReason, Mode, ParseModeError, Sampling};
