@@ -1,1 +1,2 @@
-//! matkv-benches
+//! Micro-benchmarks; see `benches/`. The end-to-end harness is `matkv bench`.
+#![forbid(unsafe_code)]

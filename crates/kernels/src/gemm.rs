@@ -59,6 +59,16 @@ impl PackedMatrix {
         self.k
     }
 
+    /// Copies row `row` of the original matrix into `out` (`k` elements).
+    ///
+    /// # Panics
+    /// If the row does not exist or `out` is not `k` long.
+    pub fn unpack_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.n && out.len() == self.k);
+        let tile = row / LANES * LANES * self.k + row % LANES;
+        out.iter_mut().enumerate().for_each(|(i, x)| *x = self.data[tile + i * LANES]);
+    }
+
     /// Bytes held.
     pub fn bytes(&self) -> usize {
         self.data.len() * 4

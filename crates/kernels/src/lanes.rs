@@ -76,7 +76,7 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
             let minus_n = Self::sub(Self::splat(0.0), n);
             let f = Self::fma(x, log2e, minus_n);
             let mut p = Self::splat(1.540_353e-4);
-            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_410_9e-2, 2.402_265_1e-1, 6.931_472e-1] {
+            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, 6.931_472e-1] {
                 p = Self::fma(p, f, Self::splat(c));
             }
             p = Self::fma(p, f, Self::splat(1.0));

@@ -82,7 +82,7 @@ pub(crate) unsafe fn rows<L: Lanes, E: Elem, const NR: usize>(
     let mut i = 0;
     macro_rules! groups_of {
         ($mr:literal) => {
-            while i + $mr <= m {
+            while m - i >= $mr {
                 // SAFETY: rows `i..i + $mr` exist; the rest is this function's contract.
                 unsafe {
                     let (a, c) = (a.add(i * s.a), c.add(i * s.c));

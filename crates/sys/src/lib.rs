@@ -1,1 +1,33 @@
-//! matkv-sys
+//! The one layer that touches the operating system: shared memory, futexes, pidfds, io_uring,
+//! O_DIRECT files, locks.
+//!
+//! Unsafe lives here. Above this crate, memory of a segment is reached only through handles:
+//! [`SlotMut`] (exclusive), [`SlotRef`] (read-only, from a read-only mapping) and [`Words`]
+//! (atomics). The region's ledger refuses a handle that would alias another one in this process;
+//! between the processes, the lease protocol of the `ring` crate does.
+
+mod control;
+mod doorbell;
+mod error;
+mod files;
+mod lmdb;
+mod pidfd;
+mod process;
+mod pread;
+mod reader;
+mod region;
+mod segment;
+mod uring;
+
+pub use control::{ControlListener, ControlName, connect_control};
+pub use doorbell::Doorbell;
+pub use error::{Result, SysError};
+pub use files::{DirectFile, FileLock, evict_page_cache, sync_directory, write_atomically};
+pub use lmdb::open_environment;
+pub use pidfd::PidFd;
+pub use pread::PreadPool;
+pub use process::{die_with_parent, process_memory_bytes};
+pub use reader::{EngineKind, ReadDone, ReadEngine, ReadRequest, open_engine};
+pub use region::{Region, SlotMut, SlotRef, Words};
+pub use segment::{Segment, shared_memory_bytes};
+pub use uring::UringReader;

@@ -1,0 +1,127 @@
+//! Reading a GGUF file: metadata by key, tensors dequantized to f32 by candle.
+
+use std::fs::File;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+
+use candle_core::Device;
+use candle_core::quantized::gguf_file::{Content, Value};
+
+use crate::error::{ModelError, Result};
+
+/// An open GGUF file.
+pub(crate) struct Gguf {
+    path: PathBuf,
+    content: Content,
+    reader: BufReader<File>,
+}
+
+impl Gguf {
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path)
+            .map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
+        let mut reader = BufReader::with_capacity(1 << 20, file);
+        let content = Content::read(&mut reader)
+            .map_err(|e| ModelError::Gguf { path: path.to_owned(), reason: e.to_string() })?;
+        Ok(Self { path: path.to_owned(), content, reader })
+    }
+
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &str> {
+        self.content.metadata.keys().map(String::as_str)
+    }
+
+    pub(crate) fn tensor_names(&self) -> impl Iterator<Item = &str> {
+        self.content.tensor_infos.keys().map(String::as_str)
+    }
+
+    pub(crate) fn has_tensor(&self, name: &str) -> bool {
+        self.content.tensor_infos.contains_key(name)
+    }
+
+    fn value(&self, key: &str) -> Option<&Value> {
+        self.content.metadata.get(key)
+    }
+
+    /// An unsigned integer of any width, if the key exists.
+    pub(crate) fn uint(&self, key: &str) -> Result<Option<usize>> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        let n = match value {
+            Value::U8(n) => u64::from(*n),
+            Value::U16(n) => u64::from(*n),
+            Value::U32(n) => u64::from(*n),
+            Value::U64(n) => *n,
+            Value::I32(n) if *n >= 0 => *n as u64,
+            Value::I64(n) if *n >= 0 => *n as u64,
+            other => return Err(metadata(key, format!("expected an unsigned integer: {other:?}"))),
+        };
+        Ok(Some(n as usize))
+    }
+
+    pub(crate) fn require_uint(&self, key: &str) -> Result<usize> {
+        self.uint(key)?.ok_or_else(|| metadata(key, "missing"))
+    }
+
+    pub(crate) fn float(&self, key: &str) -> Result<Option<f64>> {
+        match self.value(key) {
+            None => Ok(None),
+            Some(Value::F32(x)) => Ok(Some(f64::from(*x))),
+            Some(Value::F64(x)) => Ok(Some(*x)),
+            Some(other) => Err(metadata(key, format!("expected a number: {other:?}"))),
+        }
+    }
+
+    pub(crate) fn text(&self, key: &str) -> Option<&str> {
+        self.value(key).and_then(|v| v.to_string().ok()).map(String::as_str)
+    }
+
+    pub(crate) fn flag(&self, key: &str) -> Option<bool> {
+        self.value(key).and_then(|v| v.to_bool().ok())
+    }
+
+    pub(crate) fn texts(&self, key: &str) -> Result<Vec<String>> {
+        let list = self.list(key)?;
+        list.iter()
+            .map(|v| v.to_string().cloned().map_err(|e| metadata(key, e.to_string())))
+            .collect()
+    }
+
+    pub(crate) fn floats(&self, key: &str) -> Result<Vec<f32>> {
+        let list = self.list(key)?;
+        list.iter().map(|v| v.to_f32().map_err(|e| metadata(key, e.to_string()))).collect()
+    }
+
+    /// Integers of any signedness.
+    pub(crate) fn ints(&self, key: &str) -> Result<Vec<i64>> {
+        let list = self.list(key)?;
+        list.iter()
+            .map(|v| match v {
+                Value::I32(n) => Ok(i64::from(*n)),
+                Value::U32(n) => Ok(i64::from(*n)),
+                other => Err(metadata(key, format!("expected integers: {other:?}"))),
+            })
+            .collect()
+    }
+
+    fn list(&self, key: &str) -> Result<&Vec<Value>> {
+        let value = self.value(key).ok_or_else(|| metadata(key, "missing"))?;
+        value.to_vec().map_err(|e| metadata(key, e.to_string()))
+    }
+
+    /// A tensor as row-major f32, with its dimensions checked.
+    pub(crate) fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<Vec<f32>> {
+        let err = |reason: String| ModelError::Tensor { name: name.to_owned(), reason };
+        let tensor = self
+            .content
+            .tensor(&mut self.reader, name, &Device::Cpu)
+            .map_err(|e| err(format!("{e} (in {})", self.path.display())))?;
+        if tensor.shape().dims() != dims {
+            return Err(err(format!("expected {dims:?}, found {:?}", tensor.shape().dims())));
+        }
+        let dense = tensor.dequantize(&Device::Cpu).map_err(|e| err(e.to_string()))?;
+        dense.flatten_all().and_then(|t| t.to_vec1::<f32>()).map_err(|e| err(e.to_string()))
+    }
+}
+
+pub(crate) fn metadata(key: &str, reason: impl Into<String>) -> ModelError {
+    ModelError::Metadata { key: key.to_owned(), reason: reason.into() }
+}

@@ -1,0 +1,123 @@
+//! A language model ready to serve: configuration, tokenizer, template, weights.
+
+use std::path::Path;
+
+use matkv_kernels::Isa;
+use matkv_types::{Digest, Fingerprint, KvShape, LengthPrefixedHasher};
+
+use crate::config::LlamaConfig;
+use crate::digest::file_digest;
+use crate::error::Result;
+use crate::forward::{Step, forward};
+use crate::gguf::Gguf;
+use crate::prompt::{self, Frame, Message};
+use crate::template::ChatTemplate;
+use crate::tokenizer::TextTokenizer;
+use crate::weights::LlamaWeights;
+
+/// Names the arithmetic every row is computed with; another class is another fingerprint.
+const ARITHMETIC_CLASS: &str = "f32 weights, f32 fma, blocks of 256 rows, bf16 own rows";
+
+/// Texts that precede every prompt of a corpus.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PromptTexts {
+    /// The corpus's system text.
+    pub system: String,
+    /// The line that introduces the documents.
+    pub introduction: String,
+}
+
+/// An opened model. Cheap to share behind an `Arc`; all methods take `&self`.
+pub struct LanguageModel {
+    /// Hyper-parameters.
+    pub config: LlamaConfig,
+    /// Tokenizer.
+    pub tokenizer: TextTokenizer,
+    template: ChatTemplate,
+    weights: LlamaWeights,
+    digest: Digest,
+    isa: Isa,
+}
+
+impl LanguageModel {
+    /// Opens a GGUF file: refuses what cannot be served exactly, then loads and packs weights.
+    ///
+    /// # Errors
+    /// If the file cannot be read, is not a Llama model, or is refused.
+    pub fn open(path: &Path, cache: Option<&Path>) -> Result<Self> {
+        let mut gguf = Gguf::open(path)?;
+        let config = LlamaConfig::read(&mut gguf)?;
+        let tokenizer = TextTokenizer::read(&gguf)?;
+        let eos = tokenizer.end_tokens().first().and_then(|&t| tokenizer.token_text(t));
+        let template = ChatTemplate::new(
+            gguf.text("tokenizer.chat_template"),
+            tokenizer.bos_text(),
+            eos.unwrap_or_default(),
+        )?;
+        let weights = LlamaWeights::read(&mut gguf, &config)?;
+        let digest = file_digest(path, cache)?;
+        Ok(Self { config, tokenizer, template, weights, digest, isa: Isa::detect() })
+    }
+
+    /// What decides the size of this model's KV.
+    pub fn kv_shape(&self) -> KvShape {
+        self.config.kv_shape()
+    }
+
+    /// Bytes of packed weights.
+    pub fn weight_bytes(&self) -> usize {
+        self.weights.bytes()
+    }
+
+    /// SHA-256 of the model file.
+    pub fn digest(&self) -> Digest {
+        self.digest
+    }
+
+    /// Ids that precede the documents in every prompt.
+    ///
+    /// # Errors
+    /// If the template's text before the documents is not the same for every conversation.
+    pub fn prefix(&self, texts: &PromptTexts) -> Result<Vec<u32>> {
+        let frame = Frame { system: &texts.system, introduction: &texts.introduction };
+        prompt::prefix(&self.template, &self.tokenizer, &frame)
+    }
+
+    /// Ids that follow the documents: the request's messages and the opening of the answer.
+    ///
+    /// # Errors
+    /// If the messages do not begin with the user's turn or the template refuses them.
+    pub fn rest(&self, messages: &[Message]) -> Result<Vec<u32>> {
+        prompt::rest(&self.template, &self.tokenizer, messages)
+    }
+
+    /// Everything that decides the bits of a chunk compiled after `prefix`.
+    pub fn fingerprint(&self, prefix: &[u32]) -> Fingerprint {
+        let mut rope = Vec::new();
+        self.config.rope.inv_freq.iter().for_each(|f| rope.extend(f.to_le_bytes()));
+        rope.extend(self.config.rope.magnitude.to_le_bytes());
+        Fingerprint(
+            LengthPrefixedHasher::default()
+                .part(b"matkv fingerprint 1")
+                .part(&self.digest.0)
+                .tokens(prefix)
+                .part(&rope)
+                .part(ARITHMETIC_CLASS.as_bytes())
+                .finish(),
+        )
+    }
+
+    /// Runs new rows of some sequences; returns logits of the steps that ask for them.
+    ///
+    /// Parallel work runs on the rayon pool of the calling thread.
+    pub fn forward(&self, steps: &mut [Step<'_>]) -> Vec<Vec<f32>> {
+        forward(self.isa, &self.config, &self.weights, steps)
+    }
+}
+
+#[cfg(test)]
+impl LanguageModel {
+    pub(crate) fn template(&self) -> &ChatTemplate {
+        &self.template
+    }
+}

@@ -1,0 +1,107 @@
+//! Drawing the next token. The draw at step `n` depends on `(seed, n)` and the logits only, so a
+//! replay after a crash, or on another process, draws the same tokens.
+
+use matkv_types::Sampling;
+
+/// The most probable token; the lowest id among equals.
+pub fn greedy(logits: &[f32]) -> u32 {
+    let mut best = (0u32, f32::NEG_INFINITY);
+    for (id, &x) in logits.iter().enumerate() {
+        if x > best.1 {
+            best = (id as u32, x);
+        }
+    }
+    best.0
+}
+
+/// Samples by temperature and nucleus (Holtzman et al. 2020).
+#[derive(Clone, Debug)]
+pub struct Sampler {
+    temperature: f32,
+    top_p: f32,
+    seed: u64,
+}
+
+impl Sampler {
+    /// A sampler for these options.
+    pub fn new(options: &Sampling) -> Self {
+        Self { temperature: options.temperature, top_p: options.top_p, seed: options.seed }
+    }
+
+    /// The token of step `step`.
+    pub fn sample(&self, logits: &[f32], step: u64) -> u32 {
+        if self.temperature <= 0.0 {
+            return greedy(logits);
+        }
+        let top = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let weight = |x: f32| f64::from((x - top) / self.temperature).exp();
+        let mut order: Vec<(u32, f64)> =
+            logits.iter().enumerate().map(|(id, &x)| (id as u32, weight(x))).collect();
+        order.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+        let total: f64 = order.iter().map(|o| o.1).sum();
+        let mut kept = 0.0;
+        let mut len = 0;
+        for (_, w) in &order {
+            kept += w;
+            len += 1;
+            if kept >= f64::from(self.top_p) * total {
+                break;
+            }
+        }
+        let mut at = uniform(self.seed, step) * kept;
+        for &(id, w) in &order[..len] {
+            at -= w;
+            if at < 0.0 {
+                return id;
+            }
+        }
+        order[len - 1].0
+    }
+}
+
+/// A number in 0…1 from SplitMix64 (Steele et al. 2014) over seed and step.
+fn uniform(seed: u64, step: u64) -> f64 {
+    let mut z = seed ^ step.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    for _ in 0..2 {
+        z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^= z >> 31;
+    }
+    (z >> 11) as f64 / (1u64 << 53) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sampler(temperature: f32, top_p: f32) -> Sampler {
+        Sampler { temperature, top_p, seed: 42 }
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_equals() {
+        assert_eq!(greedy(&[0.0, 3.0, 3.0, f32::NAN]), 1);
+        assert_eq!(sampler(0.0, 0.5).sample(&[0.0, 1.0], 9), 1);
+    }
+
+    #[test]
+    fn frequencies_follow_the_distribution() {
+        let logits = [1.0f32.ln(), 2.0f32.ln(), 5.0f32.ln()];
+        let s = sampler(1.0, 1.0);
+        let mut count = [0usize; 3];
+        (0..20_000).for_each(|step| count[s.sample(&logits, step) as usize] += 1);
+        for (n, p) in count.iter().zip([0.125, 0.25, 0.625]) {
+            // Five standard deviations of a binomial of 20,000.
+            assert!((*n as f64 - 20_000.0 * p).abs() < 5.0 * (20_000.0 * p * (1.0 - p)).sqrt());
+        }
+    }
+
+    #[test]
+    fn nucleus_keeps_the_smallest_set() {
+        let logits = [1.0f32.ln(), 2.0f32.ln(), 5.0f32.ln()];
+        let s = sampler(1.0, 0.6);
+        assert!((0..500).all(|step| s.sample(&logits, step) == 2));
+        assert_eq!(s.sample(&logits, 7), s.sample(&logits, 7));
+    }
+}

@@ -1,0 +1,40 @@
+//! Watching another process by pidfd: unlike a pid, it cannot come to mean someone else.
+
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::Duration;
+
+use crate::error::{Result, SysError};
+
+/// A handle to a process.
+pub struct PidFd(OwnedFd);
+
+impl PidFd {
+    /// Opens a handle to a live process.
+    ///
+    /// # Errors
+    /// If there is no such process.
+    pub fn open(pid: u32) -> Result<Self> {
+        // SAFETY: no memory is passed.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, 0) };
+        if fd < 0 {
+            return Err(SysError::last("pidfd_open"));
+        }
+        // SAFETY: a fresh descriptor nobody else owns.
+        Ok(Self(unsafe { OwnedFd::from_raw_fd(fd as i32) }))
+    }
+
+    /// Waits for the process to end; false if it still lives when the time is over.
+    pub fn wait(&self, timeout: Duration) -> bool {
+        let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        let millis = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
+        // SAFETY: one valid pollfd.
+        unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+    }
+
+    /// Sends SIGKILL.
+    pub fn kill(&self) {
+        let (fd, none) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+        // SAFETY: a valid pidfd, no siginfo.
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0) };
+    }
+}

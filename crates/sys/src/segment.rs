@@ -1,0 +1,169 @@
+//! The named shared-memory segment: the one file that uses the `shared_memory` crate.
+//!
+//! That crate neither allocates pages nor knows that a name survives `kill -9`, so this file
+//! does: pages are allocated and touched before the segment is used (a full tmpfs is an error
+//! here, not a SIGBUS later), and a stale name is unlinked by the owner of the lock file.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use shared_memory::{Shmem, ShmemConf};
+
+use crate::error::{Result, SysError};
+use crate::region::{Backing, Region};
+
+struct Mapping {
+    _shmem: Shmem,
+    read_only: *mut libc::c_void,
+    len: usize,
+}
+
+// SAFETY: `Shmem` holds a pointer and a descriptor, both usable from any thread; it is only kept
+// to be dropped.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; it has no methods called through `&self`.
+unsafe impl Sync for Mapping {}
+
+impl Backing for Mapping {}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `read_only_mapping` with this length.
+        unsafe { libc::munmap(self.read_only, self.len) };
+    }
+}
+
+/// A segment in /dev/shm. The creator removes the name when it drops it.
+pub struct Segment {
+    region: Arc<Region>,
+    name: String,
+}
+
+impl Segment {
+    /// Creates a segment, replacing a stale one of the same name. The caller holds the lock that
+    /// makes it the only owner of the name.
+    ///
+    /// # Errors
+    /// If the name cannot be used or the memory is not there.
+    pub fn create(name: &str, len: usize) -> Result<Self> {
+        let err = |reason: String| SysError::Segment { name: name.to_owned(), reason };
+        let _ = std::fs::remove_file(shm_path(name));
+        let shmem = ShmemConf::new()
+            .os_id(format!("/{name}"))
+            .size(len)
+            .create()
+            .map_err(|e| err(e.to_string()))?;
+        allocate(name, len).map_err(|e| {
+            err(format!(
+                "{len} bytes cannot be allocated ({e}); lower arena.size or enlarge /dev/shm"
+            ))
+        })?;
+        // SAFETY: the mapping is `len` bytes of allocated shared memory.
+        let rc = unsafe { libc::madvise(shmem.as_ptr().cast(), len, libc::MADV_POPULATE_WRITE) };
+        // Before Linux 5.14 pages are touched at first use instead; nothing else changes.
+        let _ = rc;
+        Self::finish(name, shmem, len)
+    }
+
+    /// Opens an existing segment of at least `len` bytes.
+    ///
+    /// # Errors
+    /// If it does not exist or is shorter.
+    pub fn open(name: &str, len: usize) -> Result<Self> {
+        let err = |reason: String| SysError::Segment { name: name.to_owned(), reason };
+        let mut shmem = ShmemConf::new()
+            .os_id(format!("/{name}"))
+            .open()
+            .map_err(|e| err(format!("{e}; is the loader running?")))?;
+        shmem.set_owner(false);
+        if shmem.len() < len {
+            return Err(err(format!("expected {len} bytes, found {}", shmem.len())));
+        }
+        Self::finish(name, shmem, len)
+    }
+
+    fn finish(name: &str, shmem: Shmem, len: usize) -> Result<Self> {
+        let read_only = read_only_mapping(name, len)?;
+        let base = shmem.as_ptr();
+        let backing = Box::new(Mapping { _shmem: shmem, read_only, len });
+        // SAFETY: both mappings cover `len` bytes and live as long as the backing.
+        let region = unsafe { Region::new(base, read_only.cast(), len, backing) };
+        Ok(Self { region, name: name.to_owned() })
+    }
+
+    /// The memory.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// Name in /dev/shm.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+}
+
+fn shm_path(name: &str) -> std::path::PathBuf {
+    Path::new("/dev/shm").join(name)
+}
+
+fn allocate(name: &str, len: usize) -> std::io::Result<()> {
+    use std::os::fd::AsRawFd;
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(shm_path(name))?;
+    // SAFETY: a valid descriptor; the call has no memory effects in this process.
+    let rc = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len as libc::off_t) };
+    if rc == 0 { Ok(()) } else { Err(std::io::Error::from_raw_os_error(rc)) }
+}
+
+fn read_only_mapping(name: &str, len: usize) -> Result<*mut libc::c_void> {
+    use std::os::fd::AsRawFd;
+    let path = shm_path(name);
+    let file = std::fs::File::open(&path).map_err(|e| SysError::file("open", &path, e))?;
+    // SAFETY: a fresh mapping chosen by the kernel; the descriptor may close afterwards.
+    let p = unsafe {
+        let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
+        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
+    };
+    if p == libc::MAP_FAILED { Err(SysError::last("mmap read-only")) } else { Ok(p) }
+}
+
+/// Bytes the segments whose names start with `prefix` take in /dev/shm.
+pub fn shared_memory_bytes(prefix: &str) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let Ok(entries) = std::fs::read_dir("/dev/shm") else { return 0 };
+    entries
+        .flatten()
+        .filter(|e| e.file_name().to_string_lossy().starts_with(prefix))
+        .filter_map(|e| e.metadata().ok())
+        .map(|m| m.blocks() * 512)
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_mappings_of_one_segment() {
+        let name = format!("matkv-test-{}", std::process::id());
+        let owner = Segment::create(&name, 1 << 20).unwrap();
+        let peer = Segment::open(&name, 1 << 20).unwrap();
+        let mut slot = owner.region().exclusive(4096..8192).unwrap();
+        slot[5] = 42;
+        assert_eq!(peer.region().shared(4096..8192).unwrap()[5], 42);
+        assert_eq!(slot.freeze()[5], 42, "the read-only mapping shows the same page");
+        assert!(Segment::open(&name, 2 << 20).is_err());
+        assert!(shared_memory_bytes(&name) >= 1 << 20);
+        drop(peer);
+        assert!(Segment::open(&name, 1 << 20).is_ok(), "the peer does not remove the name");
+        drop(owner);
+        assert!(Segment::open(&name, 1 << 20).is_err(), "the owner does");
+    }
+
+    #[test]
+    fn too_much_memory_is_an_error_not_a_signal() {
+        let name = format!("matkv-test-huge-{}", std::process::id());
+        let Err(e) = Segment::create(&name, 1 << 45) else { panic!("32 TiB were allocated") };
+        assert!(e.to_string().contains("arena.size"), "{e}");
+        assert!(!shm_path(&name).exists());
+    }
+}

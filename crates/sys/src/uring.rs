@@ -1,0 +1,316 @@
+//! The io_uring engine: one thread, one ring, one blocking wait.
+//!
+//! Requests are cut into pieces of 1 MiB that fill the queue across requests, so that a deep
+//! queue stays deep between files. New requests wake the thread through an eventfd that is
+//! itself read through the ring. The arena is registered where the memory-lock limit allows.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded};
+use io_uring::{IoUring, opcode, squeue, types};
+
+use crate::error::{Result, SysError};
+use crate::reader::{PIECE_BYTES, ReadDone, ReadEngine, ReadRequest};
+use crate::region::Region;
+
+/// The kernel refuses larger registered buffers.
+const REGISTERED_BYTES_MAX: usize = 1 << 30;
+/// Requests waiting for the thread; beyond that the loader blocks.
+const REQUESTS_MAX: usize = 64;
+const WAKE: u64 = u64::MAX;
+
+/// Reads through io_uring.
+pub struct UringReader {
+    requests: Option<Sender<ReadRequest>>,
+    wake: File,
+    thread: Option<JoinHandle<()>>,
+    description: String,
+}
+
+struct Operation {
+    request: ReadRequest,
+    /// Next byte no piece covers yet.
+    next: usize,
+    in_flight: usize,
+    error: Option<std::io::Error>,
+}
+
+#[derive(Clone, Copy)]
+struct Piece {
+    operation: usize,
+    offset: usize,
+    len: usize,
+}
+
+struct Driver {
+    ring: IoUring,
+    registered: bool,
+    base: usize,
+    operations: Vec<Option<Operation>>,
+    /// Operations with bytes no piece covers yet, in order of arrival.
+    open: VecDeque<usize>,
+    /// Short reads to be continued.
+    again: Vec<Piece>,
+    pieces: Vec<Option<Piece>>,
+    done: Sender<ReadDone>,
+    /// Where the eventfd's count is read to; boxed so that its address is stable.
+    wake_count: Box<u64>,
+}
+
+impl UringReader {
+    /// Starts the engine.
+    ///
+    /// # Errors
+    /// If the kernel does not allow io_uring here.
+    pub fn new(depth: u32, region: &Arc<Region>, done: Sender<ReadDone>) -> Result<Self> {
+        let call = |what| move |source| SysError::Call { what, source };
+        let ring = IoUring::builder()
+            .setup_clamp()
+            .build(depth.max(1) + 1)
+            .map_err(call("io_uring_setup"))?;
+        let registered = register(&ring, region);
+        // SAFETY: no memory is passed.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(SysError::last("eventfd"));
+        }
+        // SAFETY: a fresh descriptor nobody else owns.
+        let wake = unsafe { File::from_raw_fd(fd) };
+        let (requests, queue) = bounded(REQUESTS_MAX);
+        let depth = depth.max(1) as usize;
+        let mut driver = Driver {
+            ring,
+            registered: registered.is_ok(),
+            base: region.base() as usize,
+            operations: Vec::new(),
+            open: VecDeque::new(),
+            again: Vec::new(),
+            pieces: vec![None; depth],
+            done,
+            wake_count: Box::new(0),
+        };
+        let wake_fd = wake.as_raw_fd();
+        let keep = Arc::clone(region);
+        let thread = std::thread::Builder::new()
+            .name("io".into())
+            .spawn(move || {
+                driver.run(&queue, wake_fd);
+                drop(keep);
+            })
+            .map_err(call("spawn io thread"))?;
+        let how = match registered {
+            Ok(()) => "registered buffers".to_owned(),
+            Err(e) => format!("unregistered buffers: {e}"),
+        };
+        let description = format!("io_uring, depth {depth}, {how}");
+        Ok(Self { requests: Some(requests), wake, thread: Some(thread), description })
+    }
+}
+
+fn register(ring: &IoUring, region: &Arc<Region>) -> std::io::Result<()> {
+    let buffers: Vec<libc::iovec> = (0..region.len())
+        .step_by(REGISTERED_BYTES_MAX)
+        .map(|at| libc::iovec {
+            iov_base: region.base().wrapping_add(at).cast(),
+            iov_len: REGISTERED_BYTES_MAX.min(region.len() - at),
+        })
+        .collect();
+    // SAFETY: the buffers lie in the region, which the thread keeps alive longer than the ring.
+    unsafe { ring.submitter().register_buffers(&buffers) }
+}
+
+impl Driver {
+    fn run(&mut self, queue: &Receiver<ReadRequest>, wake: i32) {
+        let mut stopping = false;
+        self.arm_wake(wake);
+        loop {
+            if !stopping {
+                stopping = self.take_requests(queue);
+            }
+            self.fill_queue();
+            let idle = self.operations.iter().all(Option::is_none);
+            if stopping && idle {
+                return;
+            }
+            match self.ring.submit_and_wait(1) {
+                Ok(_) => {}
+                Err(e) if e.raw_os_error() == Some(libc::EINTR) => continue,
+                Err(e) => return self.fail_all(&e),
+            }
+            let completions: Vec<(u64, i32)> =
+                self.ring.completion().map(|c| (c.user_data(), c.result())).collect();
+            for (user_data, result) in completions {
+                if user_data == WAKE {
+                    self.arm_wake(wake);
+                } else {
+                    self.complete(user_data as usize, result);
+                }
+            }
+        }
+    }
+
+    /// Returns true once the handle has been dropped.
+    fn take_requests(&mut self, queue: &Receiver<ReadRequest>) -> bool {
+        loop {
+            match queue.try_recv() {
+                Ok(request) => {
+                    let operation = Operation { request, next: 0, in_flight: 0, error: None };
+                    let at = self.operations.iter().position(Option::is_none);
+                    let at = at.unwrap_or_else(|| {
+                        self.operations.push(None);
+                        self.operations.len() - 1
+                    });
+                    self.operations[at] = Some(operation);
+                    self.open.push_back(at);
+                }
+                Err(TryRecvError::Empty) => return false,
+                Err(TryRecvError::Disconnected) => return true,
+            }
+        }
+    }
+
+    fn arm_wake(&mut self, fd: i32) {
+        let p: *mut u64 = &raw mut *self.wake_count;
+        let entry = opcode::Read::new(types::Fd(fd), p.cast(), 8).build().user_data(WAKE);
+        self.push(&entry);
+    }
+
+    fn push(&mut self, entry: &squeue::Entry) {
+        // SAFETY: reads go to `wake_count` (boxed, owned by the driver) or into slots owned by an
+        // operation that stays in `operations` until all its pieces have completed.
+        while unsafe { self.ring.submission().push(entry) }.is_err() {
+            // The queue has room for `depth` pieces and the wake-up, so this is not reached; if
+            // it were, submitting makes room.
+            if self.ring.submit().is_err() {
+                return;
+            }
+        }
+    }
+
+    fn fill_queue(&mut self) {
+        while let Some(free) = self.pieces.iter().position(Option::is_none) {
+            let Some(piece) = self.next_piece() else { return };
+            self.pieces[free] = Some(piece);
+            self.start(free, piece);
+        }
+    }
+
+    fn next_piece(&mut self) -> Option<Piece> {
+        if let Some(piece) = self.again.pop() {
+            return Some(piece);
+        }
+        loop {
+            let operation = *self.open.front()?;
+            let Some(o) = self.operations[operation].as_mut() else {
+                self.open.pop_front();
+                continue;
+            };
+            let len = PIECE_BYTES.min(o.request.len - o.next);
+            if len == 0 || o.error.is_some() {
+                self.open.pop_front();
+                if o.in_flight == 0 {
+                    self.finish(operation);
+                }
+                continue;
+            }
+            let piece = Piece { operation, offset: o.next, len };
+            o.next += len;
+            o.in_flight += 1;
+            return Some(piece);
+        }
+    }
+
+    fn start(&mut self, slot: usize, piece: Piece) {
+        let Some(o) = self.operations[piece.operation].as_mut() else { return };
+        let fd = types::Fd(o.request.file.as_raw_fd());
+        let p = o.request.target[piece.offset..piece.offset + piece.len].as_mut_ptr();
+        let (len, at) = (piece.len as u32, piece.offset as u64);
+        let first = (p as usize - self.base) / REGISTERED_BYTES_MAX;
+        let last = (p as usize - self.base + piece.len - 1) / REGISTERED_BYTES_MAX;
+        let entry = if self.registered && first == last {
+            opcode::ReadFixed::new(fd, p, len, first as u16).offset(at).build()
+        } else {
+            opcode::Read::new(fd, p, len).offset(at).build()
+        };
+        self.push(&entry.user_data(slot as u64));
+    }
+
+    fn complete(&mut self, slot: usize, result: i32) {
+        let Some(piece) = self.pieces.get_mut(slot).and_then(Option::take) else { return };
+        let Some(o) = self.operations[piece.operation].as_mut() else { return };
+        let read = usize::try_from(result).unwrap_or(0);
+        let failure = match result {
+            n if n == -libc::EINTR || n == -libc::EAGAIN => None,
+            n if n < 0 => Some(std::io::Error::from_raw_os_error(-n)),
+            0 => Some(std::io::Error::new(
+                std::io::ErrorKind::UnexpectedEof,
+                format!("the file ends at or before byte {}", piece.offset),
+            )),
+            _ => None,
+        };
+        if failure.is_none() && read < piece.len {
+            // A short read is continued where it stopped.
+            let rest = Piece { offset: piece.offset + read, len: piece.len - read, ..piece };
+            self.again.push(rest);
+            return;
+        }
+        o.in_flight -= 1;
+        o.error = o.error.take().or(failure);
+        let covered = o.next == o.request.len || o.error.is_some();
+        if covered && o.in_flight == 0 {
+            self.finish(piece.operation);
+        }
+    }
+
+    fn finish(&mut self, operation: usize) {
+        if let Some(o) = self.operations[operation].take() {
+            let result = o.error.map_or(Ok(()), Err);
+            // A loader that is gone needs no completion; the slot is released here.
+            let _ = self.done.send(ReadDone { tag: o.request.tag, target: o.request.target, result });
+        }
+    }
+
+    /// The ring itself broke: nothing more will complete. Slots of operations in flight are
+    /// leaked on purpose, since the kernel may still write into them.
+    fn fail_all(&mut self, error: &std::io::Error) {
+        for operation in self.operations.drain(..).flatten() {
+            if operation.in_flight > 0 {
+                std::mem::forget(operation);
+            } else {
+                let result = Err(std::io::Error::new(error.kind(), error.to_string()));
+                let (tag, target) = (operation.request.tag, operation.request.target);
+                let _ = self.done.send(ReadDone { tag, target, result });
+            }
+        }
+    }
+}
+
+impl ReadEngine for UringReader {
+    fn submit(&self, request: ReadRequest) {
+        if let Some(requests) = &self.requests
+            && requests.send(request).is_ok()
+        {
+            // Cannot fail: an eventfd write blocks only at 2⁶⁴ − 2 pending wake-ups.
+            let _ = (&self.wake).write_all(&1u64.to_ne_bytes());
+        }
+    }
+
+    fn describe(&self) -> &str {
+        &self.description
+    }
+}
+
+impl Drop for UringReader {
+    fn drop(&mut self) {
+        self.requests = None;
+        let _ = (&self.wake).write_all(&1u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
