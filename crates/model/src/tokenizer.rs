@@ -6,6 +6,7 @@
 //! itself is encoded, so a document or a question cannot forge a turn.
 
 use std::collections::HashMap;
+use std::path::Path;
 
 use serde_json::{Value, json};
 use tokenizers::Tokenizer;
@@ -32,6 +33,14 @@ pub struct TextTokenizer {
 }
 
 impl TextTokenizer {
+    /// A tokenizer alone, from a GGUF file.
+    ///
+    /// # Errors
+    /// If the file cannot be read or its tokenizer is not supported.
+    pub fn open(path: &Path) -> Result<Self> {
+        Self::read(&Gguf::open(path)?)
+    }
+
     pub(crate) fn read(gguf: &Gguf) -> Result<Self> {
         let tokens = gguf.texts("tokenizer.ggml.tokens")?;
         let types = gguf.ints("tokenizer.ggml.token_type").unwrap_or_default();

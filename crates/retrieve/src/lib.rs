@@ -1,1 +1,15 @@
-//! matkv-retrieve
+//! Finding chunks: token windows, MiniLM embeddings, a vector index beside the store's tables.
+#![forbid(unsafe_code)]
+
+mod bert;
+mod chunker;
+mod embedder;
+mod error;
+mod hannoy_index;
+mod index;
+
+pub use chunker::{Chunker, ChunkerError};
+pub use embedder::{Embedder, EMBEDDING_DIM};
+pub use error::{Result, RetrieveError};
+pub use hannoy_index::HannoyIndex;
+pub use index::{Hit, VectorIndex};

@@ -1,1 +1,63 @@
-//! matkv-telemetry
+//! Metric names, and the recorder and log subscriber of a process.
+#![forbid(unsafe_code)]
+
+use std::sync::OnceLock;
+
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
+use tracing_subscriber::EnvFilter;
+
+/// Metric names, in one place.
+pub mod names {
+    /// Chunk lookups that found the chunk in the arena.
+    pub const ARENA_HITS: &str = "matkv_arena_hits_total";
+    /// Chunks loaded from flash.
+    pub const LOADS: &str = "matkv_chunk_loads_total";
+    /// Bytes loaded from flash.
+    pub const LOAD_BYTES: &str = "matkv_chunk_load_bytes_total";
+    /// Chunks whose file was missing or refused, computed instead.
+    pub const RECOMPUTED: &str = "matkv_chunks_recomputed_total";
+    /// Chunk files refused and quarantined.
+    pub const QUARANTINED: &str = "matkv_chunks_quarantined_total";
+    /// Chunks evicted from the arena.
+    pub const EVICTIONS: &str = "matkv_arena_evictions_total";
+    /// Chunks materialized by ingest.
+    pub const MATERIALIZED: &str = "matkv_chunks_materialized_total";
+    /// Slots held by requests; 0 at rest.
+    pub const HELD_SLOTS: &str = "matkv_held_slots";
+    /// Requests by outcome.
+    pub const REQUESTS: &str = "matkv_requests_total";
+    /// Prompt tokens.
+    pub const PROMPT_TOKENS: &str = "matkv_prompt_tokens_total";
+    /// Prompt tokens whose rows were reused.
+    pub const CACHED_TOKENS: &str = "matkv_cached_tokens_total";
+    /// Tokens generated.
+    pub const COMPLETION_TOKENS: &str = "matkv_completion_tokens_total";
+    /// Descriptors of an epoch that has ended.
+    pub const STALE_COMPLETIONS: &str = "matkv_stale_completions_total";
+    /// Sessions with a decoder.
+    pub const EPOCHS: &str = "matkv_epochs_total";
+}
+
+static HANDLE: OnceLock<PrometheusHandle> = OnceLock::new();
+
+/// Installs log output (to standard error) and the metrics recorder. Later calls do nothing.
+pub fn init(level: &str) {
+    let filter = EnvFilter::try_new(format!("{level},h2=warn,hyper=warn,tower=warn,ractor=warn"))
+        .unwrap_or_else(|_| EnvFilter::new("info"));
+    // A process that runs loader and decoder in one (tests) initializes twice.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_target(false)
+        .try_init();
+    if HANDLE.get().is_none()
+        && let Ok(handle) = PrometheusBuilder::new().install_recorder()
+    {
+        let _ = HANDLE.set(handle);
+    }
+}
+
+/// All metrics in Prometheus text form.
+pub fn render() -> String {
+    HANDLE.get().map(PrometheusHandle::render).unwrap_or_default()
+}

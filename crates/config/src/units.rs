@@ -1,0 +1,61 @@
+//! Byte counts as people write them.
+
+const UNITS: [(&str, u64); 7] = [
+    ("KiB", 1 << 10),
+    ("MiB", 1 << 20),
+    ("GiB", 1 << 30),
+    ("TiB", 1 << 40),
+    ("KB", 1_000),
+    ("MB", 1_000_000),
+    ("GB", 1_000_000_000),
+];
+
+/// Reads `512MiB`, `1.5 GiB`, `1000000`.
+///
+/// # Errors
+/// What was expected instead.
+pub fn parse_bytes(text: &str) -> Result<u64, String> {
+    let text = text.trim();
+    let err = || format!("{text:?} is not a size: write bytes, or a number and KiB, MiB, GiB");
+    let unit = UNITS.iter().find(|(name, _)| text.ends_with(name));
+    let (number, factor) =
+        unit.map_or((text, 1), |(name, factor)| (text.trim_end_matches(name).trim_end(), *factor));
+    let number: f64 = number.parse().map_err(|_| err())?;
+    let bytes = number * factor as f64;
+    if !(0.0..1e18).contains(&bytes) {
+        return Err(err());
+    }
+    Ok(bytes as u64)
+}
+
+/// Writes a byte count with three significant digits.
+pub fn format_bytes(bytes: u64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = bytes as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    if unit == 0 {
+        return format!("{bytes} B");
+    }
+    let digits = if value < 10.0 { 2 } else { usize::from(value < 100.0) };
+    format!("{value:.digits$} {}", units[unit])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        assert_eq!(parse_bytes("512MiB"), Ok(512 << 20));
+        assert_eq!(parse_bytes("1.5 GiB"), Ok(3 << 29));
+        assert_eq!(parse_bytes("1000"), Ok(1000));
+        assert!(parse_bytes("much").is_err() && parse_bytes("-1").is_err());
+        assert_eq!(format_bytes(512), "512 B");
+        assert_eq!(format_bytes(23_592_960), "22.5 MiB");
+        assert_eq!(format_bytes(1 << 30), "1.00 GiB");
+    }
+}

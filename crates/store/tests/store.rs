@@ -1,0 +1,113 @@
+//! Documents, references and files of a store.
+
+use matkv_store::{DocumentRecord, NewChunk, Store, StoreError};
+use matkv_sys::{Region, SysError};
+use matkv_types::{ChunkId, ContentId, Digest, Fingerprint};
+
+const FP: Fingerprint = Fingerprint(Digest([1; 32]));
+
+fn chunk(n: u32) -> NewChunk {
+    let tokens = vec![n, n + 1];
+    let id = ChunkId::new(FP, "default", ContentId::of_tokens(&tokens));
+    NewChunk { id, tokens, file_bytes: 4096, vector: Some(n) }
+}
+
+fn document(id: &str, chunks: &[u32]) -> DocumentRecord {
+    let chunks: Vec<ChunkId> = chunks.iter().map(|&n| chunk(n).id).collect();
+    let content = ContentId::of_tokens(&[chunks.len() as u32]);
+    DocumentRecord { id: id.into(), content, bytes: 1, tokens: 2, chunks, ingested_at: 0 }
+}
+
+fn put(store: &Store, doc: &DocumentRecord, new: &[u32]) -> Vec<u32> {
+    let mut txn = store.write().unwrap();
+    for &n in new {
+        let page = Region::anonymous(4096).exclusive(0..4096).unwrap();
+        store.files().write(&chunk(n).id, &page).unwrap();
+        txn.put_chunk(&chunk(n)).unwrap();
+    }
+    let vectors = txn.put_document(doc).unwrap();
+    txn.commit().unwrap();
+    vectors
+}
+
+#[test]
+fn shared_chunks_live_as_long_as_a_document_uses_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), FP).unwrap();
+    put(&store, &document("a", &[1, 2, 2]), &[1, 2]);
+    put(&store, &document("b", &[2, 3]), &[3]);
+    let read = |n| store.read().unwrap().chunk(&chunk(n).id).unwrap().map(|c| c.references);
+    assert_eq!((read(1), read(2), read(3)), (Some(1), Some(3), Some(1)));
+    // Replacing a document releases what only the old one used.
+    assert_eq!(put(&store, &document("a", &[2]), &[]), [1]);
+    assert_eq!((read(1), read(2)), (None, Some(2)));
+    assert!(!store.files().path(&chunk(1).id).exists());
+    let mut txn = store.write().unwrap();
+    assert_eq!(txn.delete_document("b").unwrap(), Some(vec![3]));
+    assert_eq!(txn.delete_document("b").unwrap(), None);
+    txn.commit().unwrap();
+    assert_eq!((read(2), read(3)), (Some(1), None));
+    let totals = store.read().unwrap().totals().unwrap();
+    assert_eq!((totals.documents, totals.chunks, totals.tokens), (1, 1, 2));
+}
+
+#[test]
+fn a_change_that_is_not_committed_has_not_happened() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), FP).unwrap();
+    put(&store, &document("a", &[1]), &[1]);
+    let mut txn = store.write().unwrap();
+    txn.delete_document("a").unwrap();
+    drop(txn);
+    assert!(store.read().unwrap().document("a").unwrap().is_some());
+    assert!(store.files().path(&chunk(1).id).exists());
+    let mut txn = store.write().unwrap();
+    assert!(txn.put_document(&document("x", &[9])).is_err(), "unknown chunk");
+}
+
+#[test]
+fn reopened_it_is_the_same_and_sweeps_temporary_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = {
+        let store = Store::open(dir.path(), FP).unwrap();
+        put(&store, &document("a", &[1, 2]), &[1, 2]);
+        store.files().path(&chunk(1).id)
+    };
+    let temp = path.with_extension("tmp");
+    std::fs::write(&temp, b"half").unwrap();
+    let store = Store::open(dir.path(), FP).unwrap();
+    assert!(!temp.exists());
+    let read = store.read().unwrap();
+    assert_eq!(read.documents().unwrap(), [document("a", &[1, 2])]);
+    assert_eq!(read.tokens(&chunk(2).id).unwrap(), Some(vec![2, 3]));
+    assert_eq!(read.chunk_of_vector(2).unwrap(), Some(chunk(2).id));
+    assert_eq!(read.chunk_of_vector(7).unwrap(), None);
+}
+
+#[test]
+fn one_process_at_a_time_and_one_fingerprint() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), FP).unwrap();
+    match Store::open(dir.path(), FP).map(|_| ()) {
+        Err(StoreError::Sys(SysError::Locked { owner, .. })) => {
+            assert_eq!(owner, std::process::id().to_string());
+        }
+        other => panic!("{other:?}"),
+    }
+    put(&store, &document("a", &[1]), &[1]);
+    drop(store);
+    let other = Store::open(dir.path(), Fingerprint(Digest([2; 32]))).unwrap();
+    assert!(other.read().unwrap().document("a").unwrap().is_none());
+    assert_eq!(other.other_fingerprints().len(), 1);
+}
+
+#[test]
+fn quarantine_keeps_the_file_aside() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), FP).unwrap();
+    put(&store, &document("a", &[1]), &[1]);
+    store.files().quarantine(&chunk(1).id).unwrap();
+    store.files().quarantine(&chunk(1).id).unwrap();
+    assert!(!store.files().path(&chunk(1).id).exists());
+    assert_eq!(store.files().quarantined().unwrap(), 1);
+}
