@@ -4,7 +4,7 @@
 mod client;
 
 /// Generated code of `matkv.v1`.
-#[allow(missing_docs, clippy::all, reason = "generated code")]
+#[allow(clippy::all, reason = "generated code")]
 pub mod v1 {
     tonic::include_proto!("matkv.v1");
 }

@@ -1,1 +1,29 @@
-//! matkv-loader-core
+//! Process A: gateway, retriever, loader, sub-prefill, ring producer.
+//!
+//! A request moves one way: gateway → `retrieve` thread (embed, search, plan) → `load` thread
+//! (arena, flash) → `compute` thread (sub-prefill, first token, publish) → decoder. What it holds
+//! travels with it in types that give it back when they are dropped.
+#![forbid(unsafe_code)]
+
+mod arena;
+mod cache;
+mod compile;
+mod compute;
+mod core;
+mod error;
+mod gateway;
+mod generate;
+mod ingest;
+mod ingest_commit;
+mod load;
+mod plan;
+mod prefill;
+mod request;
+mod retrieve;
+mod run;
+mod session;
+mod status;
+mod wire;
+
+pub use error::LoaderError;
+pub use run::{Options, run};

@@ -34,6 +34,8 @@ pub struct Store {
     tokens: Database<'static, Bytes, Bytes>,
     vectors: Database<'static, U32<BigEndian>, Bytes>,
     meta: Database<'static, Str, U32<BigEndian>>,
+    /// For people: one document and ordinal of each chunk.
+    places: Database<'static, Bytes, Bytes>,
 }
 
 /// A consistent view.
@@ -105,9 +107,10 @@ impl Store {
                 open.create_database(txn, Some("tokens"))?,
                 open.create_database(txn, Some("vector-chunks"))?,
                 open.create_database(txn, Some("meta"))?,
+                open.create_database(txn, Some("places"))?,
             )))
         })?;
-        let (documents, chunks, tokens, vectors, meta) = tables.unwrap_commit();
+        let (documents, chunks, tokens, vectors, meta, places) = tables.unwrap_commit();
         let other_fingerprints = others(root, &name);
         Ok(Self {
             _lock: lock,
@@ -120,6 +123,7 @@ impl Store {
             tokens,
             vectors,
             meta,
+            places,
         })
     }
 
@@ -240,6 +244,15 @@ impl<'s> ReadTxn<'s> {
         }))
     }
 
+    /// A document that uses the chunk, and the chunk's place in it.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn place(&self, id: &ChunkId) -> Result<Option<(String, u32)>> {
+        let found = self.store.places.get(&self.txn, id.as_bytes())?;
+        found.map(|b| decode(&id.to_string(), b)).transpose()
+    }
+
     /// The chunk a vector number stands for.
     ///
     /// # Errors
@@ -318,7 +331,7 @@ impl<'s> WriteTxn<'s> {
     /// If the index fails or a chunk is unknown.
     pub fn put_document(&mut self, document: &DocumentRecord) -> Result<Vec<u32>> {
         let old = self.store.document(&self.txn, &document.id)?;
-        for id in &document.chunks {
+        for (ordinal, id) in document.chunks.iter().enumerate() {
             let record = self.store.chunk(&self.txn, id)?;
             let mut record = record.ok_or_else(|| StoreError::Record {
                 key: id.to_string(),
@@ -327,6 +340,8 @@ impl<'s> WriteTxn<'s> {
             record.references += 1;
             self.removed.retain(|r| r != id);
             self.save_chunk(id, &record)?;
+            let place = encode(&document.id, &(&document.id, ordinal))?;
+            self.store.places.put(&mut self.txn, id.as_bytes(), &place)?;
         }
         let bytes = encode(&document.id, document)?;
         self.store.documents.put(&mut self.txn, &document.id, &bytes)?;
@@ -355,6 +370,7 @@ impl<'s> WriteTxn<'s> {
             }
             self.store.chunks.delete(&mut self.txn, id.as_bytes())?;
             self.store.tokens.delete(&mut self.txn, id.as_bytes())?;
+            self.store.places.delete(&mut self.txn, id.as_bytes())?;
             if let Some(vector) = record.vector {
                 self.store.vectors.delete(&mut self.txn, &vector)?;
                 vectors.push(vector);

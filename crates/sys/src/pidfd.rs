@@ -33,8 +33,17 @@ impl PidFd {
 
     /// Sends SIGKILL.
     pub fn kill(&self) {
+        self.signal(libc::SIGKILL);
+    }
+
+    /// Sends SIGTERM.
+    pub fn terminate(&self) {
+        self.signal(libc::SIGTERM);
+    }
+
+    fn signal(&self, signal: libc::c_int) {
         let (fd, none) = (self.0.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
         // SAFETY: a valid pidfd, no siginfo.
-        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, libc::SIGKILL, none, 0) };
+        unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
     }
 }

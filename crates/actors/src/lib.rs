@@ -1,0 +1,15 @@
+//! Supervision of dedicated threads with ractor: one actor per thread, policies as data.
+//!
+//! Actors carry lifecycle only. Data goes through bounded channels between the threads, which
+//! know nothing of actors: a thread is a function that returns when its [`StopFlag`] is raised.
+//! A panic is caught, reported to the supervisor as a failure, and handled by the child's
+//! [`Policy`]; ractor's default supervisor would stop itself instead.
+#![forbid(unsafe_code)]
+
+mod stop;
+mod supervisor;
+mod worker;
+
+pub use stop::StopFlag;
+pub use supervisor::{Outcome, Supervision, supervise};
+pub use worker::{Policy, ThreadSpec};

@@ -1,0 +1,209 @@
+//! The supervisor of a process: starts its threads in order, restarts or stops by policy.
+
+use std::collections::HashMap;
+
+use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
+use tokio::task::JoinHandle;
+use tokio::sync::watch;
+
+use crate::stop::StopFlag;
+use crate::worker::{Policy, ThreadSpec, Worker};
+
+/// How the tree ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Still running.
+    Running,
+    /// Stopped on request.
+    Stopped,
+    /// A child ended that the process cannot do without.
+    Failed {
+        /// Its name.
+        child: String,
+        /// Why it ended.
+        reason: String,
+    },
+}
+
+/// A running tree.
+pub struct Supervision {
+    stop: StopFlag,
+    actor: ActorRef<()>,
+    join: JoinHandle<()>,
+    outcome: watch::Receiver<Outcome>,
+}
+
+struct Supervisor;
+
+struct State {
+    specs: Vec<ThreadSpec>,
+    stop: StopFlag,
+    children: HashMap<ActorId, usize>,
+    restarts: Vec<u32>,
+    outcome: watch::Sender<Outcome>,
+}
+
+/// Starts the threads under one supervisor.
+///
+/// # Errors
+/// If a thread cannot be started.
+pub async fn supervise(specs: Vec<ThreadSpec>, stop: StopFlag) -> Result<Supervision, String> {
+    let (sender, outcome) = watch::channel(Outcome::Running);
+    let state = State {
+        restarts: vec![0; specs.len()],
+        specs,
+        stop: stop.clone(),
+        children: HashMap::new(),
+        outcome: sender,
+    };
+    let (actor, join) =
+        Actor::spawn(None, Supervisor, state).await.map_err(|e| e.to_string())?;
+    Ok(Supervision { stop, actor, join, outcome })
+}
+
+impl Supervision {
+    /// Waits until the tree has failed or the flag has been raised by someone.
+    pub async fn ended(&mut self) -> Outcome {
+        let _ = self.outcome.wait_for(|o| *o != Outcome::Running).await;
+        self.outcome.borrow().clone()
+    }
+
+    /// Raises the flag and waits for every thread.
+    pub async fn stop(self) -> Outcome {
+        self.stop.raise();
+        self.actor.stop(None);
+        let _ = self.join.await;
+        match self.outcome.borrow().clone() {
+            Outcome::Running => Outcome::Stopped,
+            other => other,
+        }
+    }
+}
+
+impl State {
+    async fn start(&mut self, i: usize, me: &ActorRef<()>) -> Result<(), ActorProcessingErr> {
+        let arguments = (self.specs[i].clone(), self.stop.clone());
+        let (child, _) = Actor::spawn_linked(None, Worker, arguments, me.get_cell()).await?;
+        self.children.insert(child.get_id(), i);
+        Ok(())
+    }
+
+    async fn ended(
+        &mut self,
+        id: ActorId,
+        reason: String,
+        failed: bool,
+        me: &ActorRef<()>,
+    ) -> Result<(), ActorProcessingErr> {
+        let Some(i) = self.children.remove(&id) else { return Ok(()) };
+        let name = self.specs[i].name;
+        if self.stop.is_raised() {
+            return Ok(());
+        }
+        match self.specs[i].policy {
+            Policy::Restart { times } if failed && self.restarts[i] < times => {
+                self.restarts[i] += 1;
+                tracing::warn!("{name} ended ({reason}); restart {}", self.restarts[i]);
+                self.start(i, me).await
+            }
+            _ => {
+                tracing::error!("{name} ended ({reason}); stopping");
+                let child = name.to_owned();
+                self.outcome.send_replace(Outcome::Failed { child, reason });
+                self.stop.raise();
+                me.stop(None);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Actor for Supervisor {
+    type Msg = ();
+    type State = State;
+    type Arguments = State;
+
+    async fn pre_start(
+        &self,
+        myself: ActorRef<()>,
+        mut state: State,
+    ) -> Result<State, ActorProcessingErr> {
+        for i in 0..state.specs.len() {
+            state.start(i, &myself).await?;
+        }
+        Ok(state)
+    }
+
+    async fn handle_supervisor_evt(
+        &self,
+        myself: ActorRef<()>,
+        event: SupervisionEvent,
+        state: &mut State,
+    ) -> Result<(), ActorProcessingErr> {
+        match event {
+            SupervisionEvent::ActorTerminated(who, _, reason) => {
+                let reason = reason.unwrap_or_else(|| "returned".into());
+                state.ended(who.get_id(), reason, false, &myself).await
+            }
+            SupervisionEvent::ActorFailed(who, error) => {
+                state.ended(who.get_id(), error.to_string(), true, &myself).await
+            }
+            _ => Ok(()),
+        }
+    }
+
+    async fn post_stop(&self, _: ActorRef<()>, state: &mut State) -> Result<(), ActorProcessingErr> {
+        state.stop.raise();
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    fn wait_for_stop(stop: &StopFlag) {
+        let (tx, rx) = std::sync::mpsc::channel();
+        stop.on_raise(move || tx.send(()).unwrap_or(()));
+        let _ = rx.recv();
+    }
+
+    #[tokio::test]
+    async fn a_panic_restarts_up_to_the_limit_and_then_fails_the_tree() {
+        let runs = Arc::new(AtomicU32::new(0));
+        let counter = Arc::clone(&runs);
+        let shaky = ThreadSpec::new("shaky", Policy::Restart { times: 2 }, move |_| {
+            counter.fetch_add(1, Ordering::SeqCst);
+            panic!("on purpose")
+        });
+        let steady = ThreadSpec::new("steady", Policy::Fatal, |stop| {
+            wait_for_stop(&stop);
+            Ok(())
+        });
+        let mut tree = supervise(vec![steady, shaky], StopFlag::default()).await.unwrap();
+        let outcome = tree.ended().await;
+        assert!(
+            matches!(&outcome, Outcome::Failed { child, reason } if child == "shaky" && reason.contains("on purpose")),
+            "{outcome:?}"
+        );
+        assert_eq!(runs.load(Ordering::SeqCst), 3);
+        assert_eq!(tree.stop().await, outcome);
+    }
+
+    #[tokio::test]
+    async fn stopping_waits_for_the_threads() {
+        let done = Arc::new(AtomicU32::new(0));
+        let counter = Arc::clone(&done);
+        let spec = ThreadSpec::new("steady", Policy::Fatal, move |stop| {
+            wait_for_stop(&stop);
+            counter.fetch_add(1, Ordering::SeqCst);
+            Ok(())
+        });
+        let tree = supervise(vec![spec], StopFlag::default()).await.unwrap();
+        assert_eq!(tree.stop().await, Outcome::Stopped);
+        assert_eq!(done.load(Ordering::SeqCst), 1);
+    }
+}

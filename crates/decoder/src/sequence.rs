@@ -1,0 +1,183 @@
+//! One sequence being decoded: its borrowed slots, its own section, its token log.
+
+use std::sync::Arc;
+
+use matkv_model::{
+    Detokenizer, ForwardRow, LanguageModel, Sampler, Segment, Source, Step, StopFilter,
+};
+use matkv_ring::{SequenceControl, SequenceRecord, SlotRecord, Submission, TokenLog};
+use matkv_sys::{Region, SlotMut, SlotRef};
+use matkv_types::{FinishReason, KvDtype, KvLayout, KvShape};
+
+use crate::error::DecoderError;
+
+/// Element type of a sequence's own rows.
+const OWN_DTYPE: KvDtype = KvDtype::Bf16;
+
+struct Borrowed {
+    bytes: SlotRef,
+    kv_offset: usize,
+    layout: KvLayout,
+}
+
+/// A sequence in the batch.
+pub(crate) struct Sequence {
+    pub id: u64,
+    pub control: SequenceControl,
+    record: SequenceRecord,
+    slots: Vec<Borrowed>,
+    own: SlotMut,
+    own_layout: KvLayout,
+    log: TokenLog,
+    sampler: Sampler,
+    detokenizer: Detokenizer,
+    stops: StopFilter,
+    /// The row the next step computes.
+    next: ForwardRow,
+}
+
+impl Sequence {
+    /// Takes a submission over: copies the record, checks that everything it names lies in the
+    /// arena, and borrows the slots.
+    pub fn admit(
+        region: &Arc<Region>,
+        arena: &std::ops::Range<usize>,
+        shape: KvShape,
+        submission: &Submission,
+        model: &LanguageModel,
+    ) -> Result<Self, DecoderError> {
+        let control_end = submission.slot_start + submission.control_words * 8;
+        let control = SequenceControl::new(region.words(submission.slot_start..control_end)?);
+        let record = control.record(submission.sequence)?;
+        let fail = |reason: String| DecoderError::Sequence { sequence: submission.sequence, reason };
+        let own_layout = KvLayout::new(shape, OWN_DTYPE, record.own_rows);
+        let own = region.exclusive(submission.kv_start..submission.slot_end)?;
+        if own.len() < own_layout.total_bytes() {
+            return Err(fail(format!("own section of {} bytes", own.len())));
+        }
+        let slots = record
+            .slots
+            .iter()
+            .map(|s| borrow(region, arena, shape, s).map_err(&fail))
+            .collect::<Result<_, _>>()?;
+        let log = control.log();
+        let (Some(first), Some(last)) = (log.get(0), record.segments.last()) else {
+            return Err(fail("it has no first token".into()));
+        };
+        let next = ForwardRow {
+            token: first,
+            position: record.position,
+            row: last.first_row + last.rows,
+        };
+        let room = record.own_rows.saturating_sub(next.row);
+        if room < record.sampling.max_new_tokens.saturating_sub(1) as usize {
+            return Err(fail(format!("room for {room} rows")));
+        }
+        let mut this = Self {
+            id: submission.sequence,
+            sampler: Sampler::new(&record.sampling),
+            stops: StopFilter::new(&record.sampling.stop),
+            detokenizer: Detokenizer::default(),
+            control,
+            record,
+            slots,
+            own,
+            own_layout,
+            log,
+            next,
+        };
+        // The stop filter must have seen the first token's text.
+        this.watch(model, first);
+        Ok(this)
+    }
+
+    /// Runs `f` on this sequence's part of the next step.
+    pub fn step_parts(&mut self) -> StepParts<'_> {
+        if let Some(last) = self.record.segments.last_mut() {
+            last.rows = self.next.row + 1 - last.first_row;
+        }
+        let slots = &self.slots;
+        let segments = self.record.segments.iter().map(|s| {
+            let source = s.slot.map_or(Source::Own, |i| {
+                let slot = &slots[i];
+                Source::Slot(&slot.bytes[slot.kv_offset..], slot.layout)
+            });
+            Segment {
+                source,
+                first_row: s.first_row,
+                rows: s.rows,
+                position: s.position,
+                shift: s.shift,
+            }
+        });
+        StepParts {
+            segments: segments.collect(),
+            row: [self.next],
+            own: &mut self.own,
+            own_layout: self.own_layout,
+        }
+    }
+
+    /// Takes the step's logits; says why the sequence has ended, if it has.
+    pub fn advance(&mut self, model: &LanguageModel, logits: &[f32]) -> Option<FinishReason> {
+        let produced = self.log.len();
+        let token = self.sampler.sample(logits, produced as u64);
+        if model.tokenizer.end_tokens().contains(&token) {
+            return Some(FinishReason::Stop);
+        }
+        if !self.log.append(token) {
+            return Some(FinishReason::Length);
+        }
+        self.watch(model, token);
+        if self.stops.stopped() {
+            return Some(FinishReason::Stop);
+        }
+        if produced + 1 >= self.record.sampling.max_new_tokens as usize {
+            return Some(FinishReason::Length);
+        }
+        self.next =
+            ForwardRow { token, position: self.next.position + 1, row: self.next.row + 1 };
+        None
+    }
+
+    fn watch(&mut self, model: &LanguageModel, token: u32) {
+        let text = self.detokenizer.push(&model.tokenizer, token);
+        self.stops.push(&text);
+    }
+}
+
+/// What a [`Step`] borrows.
+pub(crate) struct StepParts<'a> {
+    segments: Vec<Segment<'a>>,
+    row: [ForwardRow; 1],
+    own: &'a mut [u8],
+    own_layout: KvLayout,
+}
+
+impl StepParts<'_> {
+    pub fn step(&mut self) -> Step<'_> {
+        Step {
+            rows: &self.row,
+            segments: &self.segments,
+            own: self.own,
+            own_layout: self.own_layout,
+            logits: true,
+        }
+    }
+}
+
+fn borrow(
+    region: &Arc<Region>,
+    arena: &std::ops::Range<usize>,
+    shape: KvShape,
+    slot: &SlotRecord,
+) -> Result<Borrowed, String> {
+    let layout = KvLayout::new(shape, slot.dtype, slot.rows);
+    let inside = slot.start >= arena.start && slot.end <= arena.end && slot.start < slot.end;
+    let fits = inside && slot.kv_offset + layout.total_bytes() <= slot.end - slot.start;
+    if !fits {
+        return Err(format!("slot {slot:?} does not lie in the arena {arena:?}"));
+    }
+    let bytes = region.shared(slot.start..slot.end).map_err(|e| e.to_string())?;
+    Ok(Borrowed { bytes, kv_offset: slot.kv_offset, layout })
+}

@@ -1,0 +1,161 @@
+//! The arena: extents of shared memory that give themselves back.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crossbeam::channel::{Receiver, Sender, bounded};
+use matkv_ring::ExtentAllocator;
+use matkv_sys::{Region, SlotMut, SlotRef, SysError};
+use matkv_types::{ChunkId, KvLayout};
+
+/// Extents of one segment.
+pub(crate) struct Arena {
+    region: Arc<Region>,
+    allocator: Mutex<ExtentAllocator>,
+    freed: Sender<()>,
+    freed_receiver: Receiver<()>,
+}
+
+/// Bytes of the arena; freed when dropped.
+pub(crate) struct Extent {
+    arena: Arc<Arena>,
+    range: Range<usize>,
+}
+
+impl Arena {
+    pub fn new(region: &Arc<Region>, range: Range<usize>) -> Arc<Self> {
+        // One pending signal is enough: the load thread looks at everything when it wakes.
+        let (freed, freed_receiver) = bounded(1);
+        Arc::new(Self {
+            region: Arc::clone(region),
+            allocator: Mutex::new(ExtentAllocator::new(range)),
+            freed,
+            freed_receiver,
+        })
+    }
+
+    fn locked(&self) -> std::sync::MutexGuard<'_, ExtentAllocator> {
+        self.allocator.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Bytes, or nothing if no hole fits now.
+    pub fn allocate(self: &Arc<Self>, len: usize) -> Option<Extent> {
+        let range = self.locked().allocate(len)?;
+        Some(Extent { arena: Arc::clone(self), range })
+    }
+
+    /// Bytes managed and bytes in use.
+    pub fn usage(&self) -> (usize, usize) {
+        let allocator = self.locked();
+        (allocator.capacity(), allocator.used())
+    }
+
+    /// Signals that something was freed or unpinned.
+    pub fn signal(&self) {
+        let _ = self.freed.try_send(());
+    }
+
+    /// Where the signals arrive.
+    pub fn signals(&self) -> &Receiver<()> {
+        &self.freed_receiver
+    }
+}
+
+impl Extent {
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    pub fn region(&self) -> &Arc<Region> {
+        &self.arena.region
+    }
+
+    /// The whole extent, to write.
+    pub fn exclusive(&self) -> Result<SlotMut, SysError> {
+        self.arena.region.exclusive(self.range.clone())
+    }
+}
+
+impl Drop for Extent {
+    fn drop(&mut self) {
+        self.arena.locked().free(self.range.start);
+        self.arena.signal();
+    }
+}
+
+/// A slot that is being filled.
+pub(crate) struct FillingSlot {
+    /// Dropped before the extent: the bytes are let go before they can be allocated again.
+    pub slot: SlotMut,
+    pub extent: Extent,
+}
+
+impl FillingSlot {
+    /// The bytes are final.
+    pub fn freeze(self, id: ChunkId, kv: Range<usize>, layout: KvLayout, bytes: usize) -> ChunkSlot {
+        ChunkSlot { slot: self.slot.freeze(), kv, layout, id, bytes, extent: self.extent }
+    }
+}
+
+/// A chunk (or the prefix) in the arena, immutable.
+pub(crate) struct ChunkSlot {
+    slot: SlotRef,
+    kv: Range<usize>,
+    layout: KvLayout,
+    id: ChunkId,
+    bytes: usize,
+    extent: Extent,
+}
+
+impl ChunkSlot {
+    /// The KV section.
+    pub fn section(&self) -> &[u8] {
+        &self.slot[self.kv.clone()]
+    }
+
+    /// The chunk file, whole.
+    pub fn file(&self) -> &[u8] {
+        &self.slot[..self.bytes]
+    }
+
+    pub fn layout(&self) -> KvLayout {
+        self.layout
+    }
+
+    pub fn kv_offset(&self) -> usize {
+        self.kv.start
+    }
+
+    pub fn range(&self) -> Range<usize> {
+        self.extent.range()
+    }
+
+    pub fn id(&self) -> ChunkId {
+        self.id
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_extent_comes_back_with_its_last_owner() {
+        let region = Region::anonymous(1 << 20);
+        let arena = Arena::new(&region, 4096..1 << 20);
+        let extent = arena.allocate(10_000).unwrap();
+        let slot = extent.exclusive().unwrap();
+        let filling = FillingSlot { slot, extent };
+        assert!(arena.usage().1 >= 10_000);
+        let shape = matkv_types::KvShape { layers: 1, kv_heads: 1, head_dim: 32 };
+        let layout = KvLayout::new(shape, matkv_types::KvDtype::Bf16, 16);
+        let id = ChunkId(matkv_types::Digest([0; 32]));
+        let chunk = Arc::new(filling.freeze(id, 4096..8192, layout, 8192));
+        let lease = Arc::clone(&chunk);
+        drop(chunk);
+        assert!(arena.usage().1 > 0 && arena.signals().is_empty());
+        drop(lease);
+        assert_eq!((arena.usage().1, region.handles()), (0, 0));
+        assert_eq!(arena.signals().len(), 1);
+    }
+}

@@ -1,0 +1,220 @@
+//! The gateway: gRPC on a Unix socket, and on loopback TCP by option.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam::channel::Sender;
+use matkv_api::v1::mat_kv_server::MatKv;
+use matkv_api::v1::*;
+use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt};
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::error::RequestError;
+use crate::generate;
+use crate::ingest::{IncomingDocument, IngestSession};
+use crate::load::LoadMessage;
+use crate::request::RequestState;
+use crate::retrieve::Incoming;
+use crate::status::Observer;
+use crate::wire;
+
+/// Bytes of one document; what does not fit in memory a few times over is refused.
+const DOCUMENT_BYTES_MAX: usize = 256 << 20;
+/// Events waiting for a slow client before its own stream waits.
+const EVENTS_MAX: usize = 64;
+
+type EventStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+/// The service.
+pub(crate) struct Gateway {
+    pub observer: Arc<Observer>,
+    pub retrieve: Sender<Incoming>,
+    pub ingest: Sender<IngestSession>,
+    pub load: Sender<LoadMessage>,
+    pub queue: Arc<Semaphore>,
+    /// With overlap off: one request at a time, from admission to its end.
+    pub serial: Option<Arc<Mutex<()>>>,
+}
+
+/// What an admitted request holds in the gateway.
+struct Admission {
+    admitted: Arc<AtomicU64>,
+    _permit: OwnedSemaphorePermit,
+    _serial: Option<OwnedMutexGuard<()>>,
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        self.admitted.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+fn internal(e: impl std::fmt::Display) -> Status {
+    Status::internal(e.to_string())
+}
+
+impl Gateway {
+    async fn admit(&self) -> Result<Admission, Status> {
+        let queue = Arc::clone(&self.queue);
+        let permit = queue.try_acquire_owned().map_err(|_| {
+            Status::from(RequestError::Exhausted(format!(
+                "{} requests are running or waiting, which is pipeline.queue",
+                self.observer.core.config.queue
+            )))
+        })?;
+        let admitted = Arc::clone(&self.observer.admitted);
+        admitted.fetch_add(1, Ordering::Relaxed);
+        let mut admission = Admission { admitted, _permit: permit, _serial: None };
+        if let Some(serial) = &self.serial {
+            admission._serial = Some(Arc::clone(serial).lock_owned().await);
+        }
+        Ok(admission)
+    }
+}
+
+#[tonic::async_trait]
+impl MatKv for Gateway {
+    type GenerateStream = EventStream<GenerateEvent>;
+    type IngestStream = EventStream<IngestEvent>;
+
+    async fn generate(
+        &self,
+        request: Request<GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let core = Arc::clone(&self.observer.core);
+        let ask = wire::ask(request.into_inner(), &core.config).map_err(Status::from)?;
+        if !self.observer.is_ready() {
+            let status = self.observer.status().map_err(internal)?;
+            return Err(RequestError::Unavailable(status.reason).into());
+        }
+        let admission = self.admit().await?;
+        let state = RequestState::new();
+        let sampling = ask.sampling.clone();
+        let incoming = Incoming { ask, state: Arc::clone(&state) };
+        // The channel has a place for every admitted request.
+        if self.retrieve.try_send(incoming).is_err() {
+            return Err(Status::unavailable("the loader is stopping"));
+        }
+        let (sender, receiver) = mpsc::channel(EVENTS_MAX);
+        tokio::spawn(async move {
+            generate::follow(core, state, sampling, sender).await;
+            drop(admission);
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
+    }
+
+    async fn ingest(
+        &self,
+        request: Request<Streaming<IngestPart>>,
+    ) -> Result<Response<Self::IngestStream>, Status> {
+        // A document at the ingest thread and one waiting: clients are read no faster.
+        let (documents, queue) = crossbeam::channel::bounded(1);
+        let (events, receiver) = mpsc::channel(EVENTS_MAX);
+        let session = IngestSession { documents: queue, events: events.clone() };
+        let ingest = self.ingest.clone();
+        tokio::task::spawn_blocking(move || ingest.send(session))
+            .await
+            .map_err(internal)?
+            .map_err(|_| Status::unavailable("the loader is stopping"))?;
+        tokio::spawn(receive(request.into_inner(), documents));
+        let stream = ReceiverStream::new(receiver).map(Ok);
+        Ok(Response::new(Box::pin(stream)))
+    }
+
+    async fn delete_document(
+        &self,
+        request: Request<DeleteDocumentRequest>,
+    ) -> Result<Response<DeleteDocumentResponse>, Status> {
+        let id = request.into_inner().document_id;
+        let core = Arc::clone(&self.observer.core);
+        let deleted = tokio::task::spawn_blocking(move || -> Result<_, String> {
+            let text = |e: matkv_store::StoreError| e.to_string();
+            let mut txn = core.store.write().map_err(text)?;
+            let Some(vectors) = txn.delete_document(&id).map_err(text)? else { return Ok(None) };
+            core.index.update(&mut txn, &[], &vectors).map_err(|e| e.to_string())?;
+            txn.commit().map(Some).map_err(text)
+        });
+        let removed = deleted.await.map_err(internal)?.map_err(internal)?;
+        let found = removed.is_some();
+        let removed = removed.unwrap_or_default();
+        let chunks_removed = removed.len() as u32;
+        let load = self.load.clone();
+        let told = tokio::task::spawn_blocking(move || load.send(LoadMessage::Forget(removed)));
+        told.await.map_err(internal)?.map_err(|_| Status::unavailable("stopping"))?;
+        Ok(Response::new(DeleteDocumentResponse { found, chunks_removed }))
+    }
+
+    async fn list_documents(
+        &self,
+        _: Request<ListDocumentsRequest>,
+    ) -> Result<Response<ListDocumentsResponse>, Status> {
+        let core = Arc::clone(&self.observer.core);
+        let list =
+            tokio::task::spawn_blocking(move || core.store.read().and_then(|r| r.documents()));
+        let documents = list.await.map_err(internal)?.map_err(internal)?;
+        let documents = documents.into_iter().map(|d| Document {
+            document_id: d.id,
+            bytes: d.bytes,
+            tokens: d.tokens,
+            chunk_ids: d.chunks.iter().map(ToString::to_string).collect(),
+            ingested_at: d.ingested_at,
+        });
+        Ok(Response::new(ListDocumentsResponse { documents: documents.collect() }))
+    }
+
+    async fn get_status(
+        &self,
+        _: Request<GetStatusRequest>,
+    ) -> Result<Response<GetStatusResponse>, Status> {
+        let observer = Arc::clone(&self.observer);
+        let status = tokio::task::spawn_blocking(move || observer.status());
+        Ok(Response::new(status.await.map_err(internal)?.map_err(internal)?))
+    }
+}
+
+/// Puts documents together from parts.
+async fn receive(
+    mut parts: Streaming<IngestPart>,
+    documents: crossbeam::channel::Sender<IncomingDocument>,
+) {
+    let mut id = String::new();
+    let mut bytes: Vec<u8> = Vec::new();
+    let mut too_long = false;
+    while let Some(Ok(part)) = parts.next().await {
+        if !part.document_id.is_empty() && id.is_empty() {
+            id = part.document_id;
+        }
+        if bytes.len() + part.text.len() > DOCUMENT_BYTES_MAX {
+            too_long = true;
+        } else {
+            bytes.extend_from_slice(&part.text);
+        }
+        if !part.last {
+            continue;
+        }
+        let text = document_text(&id, std::mem::take(&mut bytes), std::mem::take(&mut too_long));
+        let document = IncomingDocument { id: std::mem::take(&mut id), text };
+        let documents = documents.clone();
+        let sent = tokio::task::spawn_blocking(move || documents.send(document)).await;
+        if !matches!(sent, Ok(Ok(()))) {
+            return;
+        }
+    }
+}
+
+fn document_text(id: &str, bytes: Vec<u8>, too_long: bool) -> Result<String, String> {
+    if id.is_empty() {
+        return Err("the document has no id".into());
+    }
+    if id.len() > 480 {
+        return Err(format!("its id has {} bytes, at most 480 are possible", id.len()));
+    }
+    if too_long {
+        return Err(format!("it is longer than {DOCUMENT_BYTES_MAX} bytes; split it"));
+    }
+    String::from_utf8(bytes)
+        .map_err(|e| format!("not UTF-8: byte {} is invalid", e.utf8_error().valid_up_to()))
+}

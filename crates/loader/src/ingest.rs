@@ -1,0 +1,349 @@
+//! The `ingest` thread: documents to chunks to durable files to one commit.
+//!
+//! While the compute thread works on one chunk, this thread writes the one before to the device
+//! and embeds it. A document is acknowledged only after the commit that names it; chunk files of
+//! a killed ingest are found again by their ids and verified instead of computed.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, Sender, bounded};
+use matkv_api::v1::{DocumentDone, IngestEvent, IngestSummary, Progress, ingest_event::Event};
+use matkv_format::{ChunkFile, Expectation};
+use matkv_model::Detokenizer;
+use matkv_store::DocumentRecord;
+use matkv_sys::{DirectFile, Region};
+use matkv_telemetry::names;
+use matkv_types::{ChunkId, ContentId};
+use tokio::sync::mpsc;
+
+use crate::arena::ChunkSlot;
+use crate::core::Core;
+use crate::ingest_commit::{Batch, DurableChunk};
+use crate::load::LoadMessage;
+
+/// A document as it arrived.
+pub(crate) struct IncomingDocument {
+    pub id: String,
+    pub text: Result<String, String>,
+}
+
+/// One client's stream of documents.
+pub(crate) struct IngestSession {
+    pub documents: Receiver<IncomingDocument>,
+    pub events: mpsc::Sender<IngestEvent>,
+}
+
+/// Chunks at the compute thread: one computing, one waiting, so that it never idles.
+const LOOKAHEAD: usize = 2;
+/// A commit costs a rebuild of the vector index's touched part and a sync: batch that many new
+/// chunks, or this much time.
+const COMMIT_CHUNKS: usize = 32;
+const COMMIT_AFTER: Duration = Duration::from_secs(5);
+
+/// A document whose chunks are not all durable yet.
+pub(crate) struct OpenDocument {
+    pub record: DocumentRecord,
+    pub missing: HashSet<ChunkId>,
+    pub computed: u32,
+}
+
+struct InFlight {
+    id: ChunkId,
+    tokens: Arc<[u32]>,
+    reply: Receiver<Result<Arc<ChunkSlot>, String>>,
+}
+
+struct Session<'a> {
+    core: &'a Core,
+    load: &'a Sender<LoadMessage>,
+    events: mpsc::Sender<IngestEvent>,
+    todo: VecDeque<(ChunkId, Arc<[u32]>)>,
+    in_flight: VecDeque<InFlight>,
+    open: VecDeque<OpenDocument>,
+    /// Durable, not yet committed.
+    batch: Batch,
+    /// Chunks that failed, and why.
+    failed: HashMap<ChunkId, String>,
+    progress: Progress,
+    summary: IngestSummary,
+    last_commit: Instant,
+}
+
+/// Runs sessions one after another until the gateway is gone.
+pub(crate) fn run(core: &Core, sessions: &Receiver<IngestSession>, load: &Sender<LoadMessage>) {
+    for session in sessions {
+        let IngestSession { documents, events } = session;
+        let started = Instant::now();
+        let mut s = Session {
+            core,
+            load,
+            events,
+            todo: VecDeque::new(),
+            in_flight: VecDeque::new(),
+            open: VecDeque::new(),
+            batch: Batch::default(),
+            failed: HashMap::new(),
+            progress: Progress::default(),
+            summary: IngestSummary::default(),
+            last_commit: Instant::now(),
+        };
+        s.work(&documents);
+        s.summary.seconds = started.elapsed().as_secs_f64();
+        let summary = s.summary;
+        s.send(Event::Summary(summary));
+    }
+}
+
+impl Session<'_> {
+    /// A slow client holds its own session up, nobody else; a gone one ends it.
+    fn send(&self, event: Event) -> bool {
+        self.events.blocking_send(IngestEvent { event: Some(event) }).is_ok()
+    }
+
+    fn work(&mut self, documents: &Receiver<IncomingDocument>) {
+        let mut more = true;
+        while more || !self.todo.is_empty() || !self.in_flight.is_empty() {
+            // Take documents in only as fast as their chunks are worked off.
+            while more && self.todo.len() < LOOKAHEAD {
+                let idle = self.todo.is_empty() && self.in_flight.is_empty();
+                let next = if idle {
+                    self.commit_ready(true);
+                    documents.recv().map_err(|_| true)
+                } else {
+                    documents.try_recv().map_err(|e| e.is_disconnected())
+                };
+                match next {
+                    Ok(document) => self.plan(document),
+                    Err(gone) => {
+                        more = !gone;
+                        break;
+                    }
+                }
+            }
+            self.issue();
+            self.finish_one();
+            self.commit_ready(false);
+            if self.events.is_closed() {
+                break;
+            }
+        }
+        self.drain();
+        self.commit_ready(true);
+    }
+
+    /// The client is gone: chunks at the compute thread still become durable.
+    fn drain(&mut self) {
+        self.todo.clear();
+        while !self.in_flight.is_empty() {
+            self.finish_one();
+        }
+    }
+
+    fn plan(&mut self, document: IncomingDocument) {
+        let id = document.id.clone();
+        if let Err(error) = self.try_plan(document) {
+            self.summary.failed += 1;
+            let done = DocumentDone { document_id: id, error, ..DocumentDone::default() };
+            self.send(Event::Document(done));
+        }
+    }
+
+    fn try_plan(&mut self, document: IncomingDocument) -> Result<(), String> {
+        let text = document.text?;
+        if text.trim().is_empty() {
+            return Err("the document is empty".into());
+        }
+        let tokens = self.core.model.tokenizer.encode(&text).map_err(|e| e.to_string())?;
+        let windows = self.core.chunker.windows(tokens.len());
+        let chunks: Vec<(ChunkId, Arc<[u32]>)> = windows
+            .into_iter()
+            .map(|w| (self.core.chunk_id(&tokens[w.clone()]), Arc::from(&tokens[w])))
+            .collect();
+        let record = DocumentRecord {
+            id: document.id,
+            content: ContentId::of_tokens(&tokens),
+            bytes: text.len() as u64,
+            tokens: tokens.len() as u64,
+            chunks: chunks.iter().map(|c| c.0).collect(),
+            ingested_at: unix_seconds(),
+        };
+        self.progress.chunks_known += chunks.len() as u64;
+        self.progress.tokens_known += tokens.len() as u64;
+        let mut missing = HashSet::new();
+        for (id, tokens) in chunks {
+            if self.is_stored(&id)? || self.batch.contains(&id) {
+                self.count_reused(&tokens);
+            } else if self.is_under_way(&id) || missing.contains(&id) {
+                missing.insert(id);
+                self.count_reused(&tokens);
+            } else if self.adopt(&id, &tokens)? {
+                self.count_reused(&tokens);
+            } else {
+                missing.insert(id);
+                self.todo.push_back((id, tokens));
+            }
+        }
+        self.open.push_back(OpenDocument { record, missing, computed: 0 });
+        self.report();
+        Ok(())
+    }
+
+    fn is_under_way(&self, id: &ChunkId) -> bool {
+        self.todo.iter().any(|t| t.0 == *id) || self.in_flight.iter().any(|f| f.id == *id)
+    }
+
+    /// Indexed, and its file is there.
+    fn is_stored(&self, id: &ChunkId) -> Result<bool, String> {
+        let known = self.core.store.read().and_then(|r| r.chunk(id)).map_err(|e| e.to_string())?;
+        Ok(known.is_some() && self.core.store.files().path(id).exists())
+    }
+
+    fn count_reused(&mut self, tokens: &[u32]) {
+        self.summary.chunks_reused += 1;
+        self.progress.chunks_done += 1;
+        self.progress.tokens_done += tokens.len() as u64;
+    }
+
+    fn expectation<'t>(&self, id: ChunkId, tokens: &'t [u32]) -> Expectation<'t> {
+        Expectation {
+            fingerprint: self.core.fingerprint,
+            chunk_id: id,
+            tokens,
+            shape: self.core.model.kv_shape(),
+            base_position: self.core.prefix.len(),
+        }
+    }
+
+    /// A file that an interrupted ingest has left: used if every byte is right.
+    fn adopt(&mut self, id: &ChunkId, tokens: &Arc<[u32]>) -> Result<bool, String> {
+        let path = self.core.store.files().path(id);
+        if !path.exists() {
+            return Ok(false);
+        }
+        let len = ChunkFile::len(self.core.model.kv_shape(), self.core.encoding, tokens.len());
+        let verified = read_whole(&path, len)
+            .and_then(|b| ChunkFile::verify(&b, &self.expectation(*id, tokens)).map_err(|e| e.to_string()));
+        if let Err(reason) = verified {
+            tracing::warn!("chunk {id}: {reason}; quarantined, computing anew");
+            metrics::counter!(names::QUARANTINED).increment(1);
+            self.core.store.files().quarantine(id).map_err(|e| e.to_string())?;
+            return Ok(false);
+        }
+        self.durable(*id, Arc::clone(tokens), len)?;
+        Ok(true)
+    }
+
+    /// The chunk's file is on the device; what is left is its vector and the commit.
+    fn durable(&mut self, id: ChunkId, tokens: Arc<[u32]>, bytes: usize) -> Result<(), String> {
+        let mut detokenizer = Detokenizer::default();
+        let mut text = String::new();
+        for &token in tokens.iter() {
+            text.push_str(&detokenizer.push(&self.core.model.tokenizer, token));
+        }
+        text.push_str(&detokenizer.finish());
+        let vector = self.core.embedder.embed(&text).map_err(|e| e.to_string())?;
+        self.batch.add(DurableChunk { id, tokens, bytes: bytes as u64, vector });
+        Ok(())
+    }
+
+    fn issue(&mut self) {
+        while self.in_flight.len() < LOOKAHEAD {
+            let Some((id, tokens)) = self.todo.pop_front() else { return };
+            let (sender, reply) = bounded(1);
+            let message =
+                LoadMessage::Materialize { id, tokens: Arc::clone(&tokens), reply: sender };
+            if self.load.send(message).is_err() {
+                self.failed.insert(id, "the loader is stopping".into());
+                return;
+            }
+            self.in_flight.push_back(InFlight { id, tokens, reply });
+        }
+    }
+
+    /// Waits for the oldest chunk at the compute thread and makes it durable.
+    fn finish_one(&mut self) {
+        let Some(InFlight { id, tokens, reply }) = self.in_flight.pop_front() else { return };
+        let computed = reply.recv().unwrap_or_else(|_| Err("the loader is stopping".into()));
+        // The next chunk starts while this one goes to the device.
+        self.issue();
+        let count = tokens.len() as u64;
+        let outcome = computed.and_then(|chunk| {
+            let files = self.core.store.files();
+            files.write(&id, chunk.file()).map_err(|e| e.to_string())?;
+            self.durable(id, Arc::clone(&tokens), chunk.file().len())?;
+            Ok(chunk.file().len() as u64)
+        });
+        match outcome {
+            Ok(bytes) => {
+                metrics::counter!(names::MATERIALIZED).increment(1);
+                self.summary.chunks_computed += 1;
+                self.summary.tokens_computed += count;
+                self.summary.bytes_written += bytes;
+                self.progress.bytes_written += bytes;
+            }
+            Err(reason) => {
+                tracing::error!("chunk {id}: {reason}");
+                self.failed.insert(id, reason);
+            }
+        }
+        self.progress.chunks_done += 1;
+        self.progress.tokens_done += count;
+        for document in &mut self.open {
+            if document.missing.remove(&id) {
+                document.computed += 1;
+            }
+        }
+        self.report();
+    }
+
+    fn report(&self) {
+        self.send(Event::Progress(self.progress));
+    }
+
+    fn commit_ready(&mut self, now: bool) {
+        let due = self.batch.len() >= COMMIT_CHUNKS || self.last_commit.elapsed() >= COMMIT_AFTER;
+        let (ready, rest): (Vec<_>, Vec<_>) =
+            std::mem::take(&mut self.open).into_iter().partition(|d| d.missing.is_empty());
+        self.open = rest.into();
+        if ready.is_empty() || !(now || due) {
+            // Ready documents wait for their batch at the front.
+            let mut all: VecDeque<_> = ready.into();
+            all.append(&mut self.open);
+            self.open = all;
+            return;
+        }
+        self.last_commit = Instant::now();
+        for (done, forget) in self.batch.commit(self.core, ready, &self.failed) {
+            if done.error.is_empty() {
+                self.summary.documents += 1;
+                self.summary.unchanged += u64::from(done.unchanged);
+            } else {
+                self.summary.failed += 1;
+            }
+            if !forget.is_empty() {
+                let _ = self.load.send(LoadMessage::Forget(forget));
+            }
+            self.send(Event::Document(done));
+        }
+    }
+}
+
+fn unix_seconds() -> u64 {
+    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    now.map_or(0, |d| d.as_secs())
+}
+
+/// Reads a file of exactly `len` bytes into page-aligned memory.
+fn read_whole(path: &std::path::Path, len: usize) -> Result<matkv_sys::SlotMut, String> {
+    use std::os::unix::fs::FileExt;
+    let file = DirectFile::open(path).map_err(|e| e.to_string())?.file;
+    let found = file.metadata().map_err(|e| e.to_string())?.len();
+    if found != len as u64 {
+        return Err(format!("file of {found} bytes, expected {len}"));
+    }
+    let mut bytes = Region::anonymous(len).exclusive(0..len).map_err(|e| e.to_string())?;
+    file.read_exact_at(&mut bytes, 0).map_err(|e| e.to_string())?;
+    Ok(bytes)
+}

@@ -1,0 +1,259 @@
+//! A request on its way, and the state its client's stream reads.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use matkv_model::Message;
+use matkv_ring::SequenceControl;
+use matkv_types::{ChunkId, FinishReason, Mode, Sampling};
+use tokio::sync::Notify;
+
+use crate::arena::{ChunkSlot, Extent};
+use crate::error::RequestError;
+use crate::plan::Plan;
+
+/// What a client asked for, validated.
+#[derive(Clone, Debug)]
+pub(crate) struct Ask {
+    pub messages: Vec<Message>,
+    pub chunk_ids: Vec<ChunkId>,
+    pub document_ids: Vec<String>,
+    pub mode: Mode,
+    pub top_k: usize,
+    pub sampling: Sampling,
+    pub return_logits: bool,
+    pub cold: bool,
+}
+
+/// Where a chunk's rows came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ChunkSource {
+    Arena,
+    Flash,
+    Computed,
+    Vanilla,
+}
+
+impl ChunkSource {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Self::Arena => "arena",
+            Self::Flash => "flash",
+            Self::Computed => "computed",
+            Self::Vanilla => "vanilla",
+        }
+    }
+}
+
+/// A chunk of the prompt.
+#[derive(Clone, Debug)]
+pub(crate) struct ChunkUse {
+    pub id: ChunkId,
+    pub document: String,
+    pub ordinal: u32,
+    pub tokens: Arc<[u32]>,
+    pub score: f32,
+    pub source: ChunkSource,
+}
+
+impl AsRef<[u32]> for ChunkUse {
+    fn as_ref(&self) -> &[u32] {
+        &self.tokens
+    }
+}
+
+/// Milliseconds of each phase.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Phases {
+    pub queue_ms: f64,
+    pub retrieve_ms: f64,
+    pub load_ms: f64,
+    pub prefill_ms: f64,
+    pub first_token_ms: f64,
+    pub decode_ms: f64,
+    pub total_ms: f64,
+}
+
+/// Milliseconds since an instant.
+pub(crate) fn ms_since(start: Instant) -> f64 {
+    start.elapsed().as_secs_f64() * 1e3
+}
+
+/// What has happened so far, as the client's stream sees it.
+#[derive(Default)]
+pub(crate) struct Progress {
+    /// The prompt, once the first token is there.
+    pub started: Option<Started>,
+    /// Tokens so far.
+    pub tokens: Vec<u32>,
+    /// How it ended.
+    pub ended: Option<Result<FinishReason, RequestError>>,
+    pub phases: Phases,
+}
+
+/// What is known when the first token is there.
+#[derive(Clone, Default)]
+pub(crate) struct Started {
+    pub chunks: Vec<ChunkUse>,
+    pub dropped: Vec<ChunkId>,
+    pub mode: Option<Mode>,
+    pub prompt_tokens: usize,
+    pub cached_tokens: usize,
+    pub recomputed_rows: usize,
+    pub logits: Vec<f32>,
+}
+
+/// Shared by the threads that serve a request and the stream that tells its client.
+pub(crate) struct RequestState {
+    pub received: Instant,
+    progress: Mutex<Progress>,
+    changed: Notify,
+    cancelled: AtomicBool,
+    control: Mutex<Option<SequenceControl>>,
+}
+
+impl RequestState {
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self {
+            received: Instant::now(),
+            progress: Mutex::default(),
+            changed: Notify::new(),
+            cancelled: AtomicBool::new(false),
+            control: Mutex::default(),
+        })
+    }
+
+    /// Changes the progress and tells the stream.
+    pub fn update<R>(&self, change: impl FnOnce(&mut Progress) -> R) -> R {
+        let result = change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));
+        self.changed.notify_one();
+        result
+    }
+
+    /// Looks at the progress without telling anyone.
+    pub fn look<R>(&self, look: impl FnOnce(&Progress) -> R) -> R {
+        look(&self.progress.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Ends the request, unless it has ended.
+    pub fn end(&self, outcome: Result<FinishReason, RequestError>) {
+        self.update(|p| {
+            if p.ended.is_none() {
+                p.phases.total_ms = ms_since(self.received);
+                p.ended = Some(outcome);
+            }
+        });
+    }
+
+    /// Waits until something has changed since the last call.
+    pub async fn changed(&self) {
+        self.changed.notified().await;
+    }
+
+    /// The client has gone: stop as soon as possible, wherever the request is.
+    pub fn cancel(&self) {
+        self.cancelled.store(true, Ordering::SeqCst);
+        if let Some(control) = &*self.control.lock().unwrap_or_else(PoisonError::into_inner) {
+            control.cancel();
+        }
+    }
+
+    pub fn is_cancelled(&self) -> bool {
+        self.cancelled.load(Ordering::SeqCst)
+    }
+
+    /// The sequence has been filled: from now on a cancellation reaches the decoder.
+    pub fn attach(&self, control: Option<SequenceControl>) {
+        let mut slot = self.control.lock().unwrap_or_else(PoisonError::into_inner);
+        *slot = control;
+        if self.is_cancelled()
+            && let Some(control) = &*slot
+        {
+            control.cancel();
+        }
+    }
+}
+
+/// Number of the next sequence in this process's life.
+pub(crate) fn next_sequence() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
+/// A request after retrieval.
+pub(crate) struct Planned {
+    pub state: Arc<RequestState>,
+    pub chunks: Vec<ChunkUse>,
+    pub dropped: Vec<ChunkId>,
+    pub mode: Mode,
+    pub plan: Plan,
+    pub sampling: Sampling,
+    pub return_logits: bool,
+    pub cold: bool,
+}
+
+/// A chunk on loan: the arena cannot evict it.
+pub(crate) struct Lease {
+    chunk: Arc<ChunkSlot>,
+    arena: Arc<crate::arena::Arena>,
+}
+
+impl Lease {
+    pub fn new(chunk: Arc<ChunkSlot>, arena: &Arc<crate::arena::Arena>) -> Self {
+        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).increment(1.0);
+        HELD.fetch_add(1, Ordering::SeqCst);
+        Self { chunk, arena: Arc::clone(arena) }
+    }
+
+    pub fn chunk(&self) -> &ChunkSlot {
+        &self.chunk
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).decrement(1.0);
+        HELD.fetch_sub(1, Ordering::SeqCst);
+        // The chunk may have become evictable.
+        self.arena.signal();
+    }
+}
+
+static HELD: AtomicU64 = AtomicU64::new(0);
+
+/// Slots held by requests now.
+pub(crate) fn held_slots() -> u64 {
+    HELD.load(Ordering::SeqCst)
+}
+
+/// A sequence's own slot.
+pub(crate) struct OwnSlot {
+    extent: Extent,
+}
+
+impl OwnSlot {
+    pub fn new(extent: Extent) -> Self {
+        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).increment(1.0);
+        HELD.fetch_add(1, Ordering::SeqCst);
+        Self { extent }
+    }
+
+    pub fn extent(&self) -> &Extent {
+        &self.extent
+    }
+}
+
+impl Drop for OwnSlot {
+    fn drop(&mut self) {
+        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).decrement(1.0);
+        HELD.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A request whose chunks are all in the arena.
+pub(crate) struct Resident {
+    pub planned: Planned,
+    pub leases: Vec<Lease>,
+    pub own: OwnSlot,
+}

@@ -1,0 +1,163 @@
+//! The `retrieve` thread: embed the question, find chunks, plan the prompt.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crossbeam::channel::{Receiver, Sender};
+use matkv_model::{Message, Role};
+use matkv_store::{ReadTxn, StoreError};
+use matkv_types::{ChunkId, Mode};
+
+use crate::core::Core;
+use crate::error::RequestError;
+use crate::load::LoadMessage;
+use crate::plan::Plan;
+use crate::request::{Ask, ChunkSource, ChunkUse, Planned, RequestState, ms_since};
+
+/// A request from the gateway.
+pub(crate) struct Incoming {
+    pub ask: Ask,
+    pub state: Arc<RequestState>,
+}
+
+/// Runs until the gateway is gone.
+pub(crate) fn run(core: &Core, incoming: &Receiver<Incoming>, load: &Sender<LoadMessage>) {
+    for request in incoming {
+        if request.state.is_cancelled() {
+            request.state.end(Ok(matkv_types::FinishReason::Cancelled));
+            continue;
+        }
+        let state = Arc::clone(&request.state);
+        state.update(|p| p.phases.queue_ms = ms_since(state.received));
+        match plan(core, request) {
+            Ok(planned) => {
+                if load.send(LoadMessage::Request(Box::new(planned))).is_err() {
+                    state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
+                }
+            }
+            Err(e) => state.end(Err(e)),
+        }
+    }
+}
+
+fn internal(e: impl std::fmt::Display) -> RequestError {
+    RequestError::Internal(e.to_string())
+}
+
+fn plan(core: &Core, request: Incoming) -> Result<Planned, RequestError> {
+    let Incoming { ask, state } = request;
+    let started = Instant::now();
+    let rest = core.model.rest(&ask.messages).map_err(|e| RequestError::Invalid(e.to_string()))?;
+    let mut chunks = find_chunks(core, &ask)?;
+    state.update(|p| p.phases.retrieve_ms = ms_since(started));
+    let dropped = fit(core, &mut chunks, rest.len(), ask.sampling.max_new_tokens as usize)?;
+    if ask.mode == Mode::Vanilla {
+        chunks.iter_mut().for_each(|c| c.source = ChunkSource::Vanilla);
+    }
+    let answer = ask.sampling.max_new_tokens as usize;
+    let plan = Plan::new(ask.mode, &core.prefix, &chunks, &rest, answer);
+    Ok(Planned {
+        state,
+        chunks,
+        dropped,
+        mode: ask.mode,
+        plan,
+        sampling: ask.sampling,
+        return_logits: ask.return_logits,
+        cold: ask.cold,
+    })
+}
+
+/// Drops chunks of the lowest rank until prompt and answer fit the context.
+fn fit(
+    core: &Core,
+    chunks: &mut Vec<ChunkUse>,
+    rest: usize,
+    answer: usize,
+) -> Result<Vec<ChunkId>, RequestError> {
+    let context = core.model.config.context_length;
+    let fixed = core.prefix.len() + rest + answer;
+    if fixed > context {
+        return Err(RequestError::Invalid(format!(
+            "the question needs {fixed} tokens ({} of prefix, {rest} of its own, {answer} for the \
+             answer), the model's context has {context}; shorten it or lower max_new_tokens",
+            core.prefix.len()
+        )));
+    }
+    let mut dropped = Vec::new();
+    while fixed + chunks.iter().map(|c| c.tokens.len()).sum::<usize>() > context {
+        dropped.extend(chunks.pop().map(|c| c.id));
+    }
+    dropped.reverse();
+    Ok(dropped)
+}
+
+fn find_chunks(core: &Core, ask: &Ask) -> Result<Vec<ChunkUse>, RequestError> {
+    let read = core.store.read().map_err(internal)?;
+    let explicit = !ask.chunk_ids.is_empty() || !ask.document_ids.is_empty();
+    let ranked = if explicit { named(&read, ask)? } else { search(core, &read, ask)? };
+    let places = places(&read, &ranked).map_err(internal)?;
+    let mut out = Vec::with_capacity(ranked.len());
+    for (id, score) in ranked {
+        let tokens = read.tokens(&id).map_err(internal)?;
+        let tokens = tokens.ok_or_else(|| RequestError::NotFound(format!("no chunk {id}")))?;
+        let (document, ordinal) = places.get(&id).cloned().unwrap_or_default();
+        let source = ChunkSource::Flash;
+        out.push(ChunkUse { id, document, ordinal, tokens: tokens.into(), score, source });
+    }
+    Ok(out)
+}
+
+fn named(read: &ReadTxn<'_>, ask: &Ask) -> Result<Vec<(ChunkId, f32)>, RequestError> {
+    let mut ids = ask.chunk_ids.clone();
+    for name in &ask.document_ids {
+        let document = read.document(name).map_err(internal)?;
+        let document =
+            document.ok_or_else(|| RequestError::NotFound(format!("no document {name:?}")))?;
+        ids.extend(document.chunks);
+    }
+    let mut seen = std::collections::HashSet::new();
+    Ok(ids.into_iter().filter(|id| seen.insert(*id)).map(|id| (id, 0.0)).collect())
+}
+
+fn search(
+    core: &Core,
+    read: &ReadTxn<'_>,
+    ask: &Ask,
+) -> Result<Vec<(ChunkId, f32)>, RequestError> {
+    let question = last_question(&ask.messages);
+    if ask.top_k == 0 {
+        return Ok(Vec::new());
+    }
+    let Some(query) = core.embedder.embed(question).map_err(internal)? else {
+        return Ok(Vec::new());
+    };
+    let hits = core.index.search(read, &query, ask.top_k).map_err(internal)?;
+    let mut out = Vec::with_capacity(hits.len());
+    for hit in hits {
+        if let Some(id) = read.chunk_of_vector(hit.vector).map_err(internal)? {
+            out.push((id, hit.score));
+        }
+    }
+    Ok(out)
+}
+
+fn last_question(messages: &[Message]) -> &str {
+    let user = messages.iter().rev().find(|m| m.role == Role::User);
+    user.map_or("", |m| &m.content)
+}
+
+/// The document (the first by name) and ordinal of each chunk, for people to read.
+fn places(
+    read: &ReadTxn<'_>,
+    chunks: &[(ChunkId, f32)],
+) -> Result<HashMap<ChunkId, (String, u32)>, StoreError> {
+    let mut out = HashMap::new();
+    for (id, _) in chunks {
+        if let Some(place) = read.place(id)? {
+            out.insert(*id, place);
+        }
+    }
+    Ok(out)
+}

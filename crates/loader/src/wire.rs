@@ -1,0 +1,165 @@
+//! Requests off the wire: validated once, here.
+
+use matkv_api::v1::{self, GenerateRequest};
+use matkv_config::Config;
+use matkv_model::{Message, Role};
+use matkv_types::{ChunkId, Mode, Sampling};
+use tonic::Status;
+
+use crate::error::RequestError;
+use crate::request::{Ask, ChunkUse, Phases};
+
+/// Stop strings a request may name, and bytes of each.
+const STOPS_MAX: usize = 16;
+const STOP_BYTES_MAX: usize = 1024;
+
+impl From<RequestError> for Status {
+    fn from(e: RequestError) -> Self {
+        let text = e.to_string();
+        match e {
+            RequestError::Invalid(_) => Self::invalid_argument(text),
+            RequestError::NotFound(_) => Self::not_found(text),
+            RequestError::Exhausted(_) => Self::resource_exhausted(text),
+            RequestError::Unavailable(_) => Self::unavailable(text),
+            RequestError::Internal(_) => Self::internal(text),
+        }
+    }
+}
+
+fn invalid<T>(text: impl Into<String>) -> Result<T, RequestError> {
+    Err(RequestError::Invalid(text.into()))
+}
+
+/// A request as the loader works with it.
+pub(crate) fn ask(request: GenerateRequest, config: &Config) -> Result<Ask, RequestError> {
+    let messages = messages(&request)?;
+    let mode = match request.mode.as_str() {
+        "" | "matkv" => config.reuse(),
+        other => other.parse::<Mode>().map_err(|e| RequestError::Invalid(e.to_string()))?,
+    };
+    let chunk_ids = request.chunk_ids.iter().map(|text| {
+        text.parse::<ChunkId>().map_err(|e| RequestError::Invalid(format!("chunk id: {e}")))
+    });
+    Ok(Ask {
+        chunk_ids: chunk_ids.collect::<Result<_, _>>()?,
+        document_ids: request.document_ids.clone(),
+        mode,
+        top_k: request.top_k.map_or(config.top_k, |k| k as usize),
+        sampling: sampling(&request, config)?,
+        return_logits: request.return_logits,
+        cold: request.cold,
+        messages,
+    })
+}
+
+fn messages(request: &GenerateRequest) -> Result<Vec<Message>, RequestError> {
+    if request.messages.is_empty() {
+        if request.question.trim().is_empty() {
+            return invalid("the request has neither a question nor messages");
+        }
+        return Ok(vec![Message { role: Role::User, content: request.question.clone() }]);
+    }
+    if !request.question.is_empty() {
+        return invalid("give a question or messages, not both");
+    }
+    let mut out = Vec::new();
+    for (i, v1::Message { role, content }) in request.messages.iter().enumerate() {
+        let role = match role.as_str() {
+            "system" => Role::System,
+            "user" => Role::User,
+            "assistant" => Role::Assistant,
+            other => return invalid(format!("message {}: unknown role {other:?}", i + 1)),
+        };
+        out.push(Message { role, content: content.clone() });
+    }
+    if out.last().is_none_or(|m| m.role != Role::User) {
+        return invalid("the last message must be the user's");
+    }
+    Ok(out)
+}
+
+fn sampling(request: &GenerateRequest, config: &Config) -> Result<Sampling, RequestError> {
+    let temperature = request.temperature.unwrap_or(0.0);
+    let top_p = request.top_p.unwrap_or(1.0);
+    let max_new_tokens = request.max_new_tokens.unwrap_or(config.max_new_tokens);
+    if !(0.0..=100.0).contains(&temperature) {
+        return invalid(format!("temperature {temperature} is not in 0…100"));
+    }
+    if !(top_p > 0.0 && top_p <= 1.0) {
+        return invalid(format!("top_p {top_p} is not in 0…1"));
+    }
+    if max_new_tokens == 0 {
+        return invalid("max_new_tokens must be at least 1");
+    }
+    if request.stop.len() > STOPS_MAX || request.stop.iter().any(|s| s.len() > STOP_BYTES_MAX) {
+        return invalid(format!("at most {STOPS_MAX} stop strings of {STOP_BYTES_MAX} bytes"));
+    }
+    Ok(Sampling {
+        temperature,
+        top_p,
+        seed: request.seed.unwrap_or(0),
+        max_new_tokens,
+        stop: request.stop.clone(),
+    })
+}
+
+/// A chunk of the prompt, for the client.
+pub(crate) fn chunk_use(chunk: &ChunkUse) -> v1::ChunkUse {
+    v1::ChunkUse {
+        chunk_id: chunk.id.to_string(),
+        document_id: chunk.document.clone(),
+        ordinal: chunk.ordinal,
+        tokens: chunk.tokens.len() as u32,
+        score: chunk.score,
+        source: chunk.source.as_str().into(),
+    }
+}
+
+/// Phases, for the client.
+pub(crate) fn timings(p: &Phases) -> v1::Timings {
+    v1::Timings {
+        queue_ms: p.queue_ms,
+        retrieve_ms: p.retrieve_ms,
+        load_ms: p.load_ms,
+        prefill_ms: p.prefill_ms,
+        first_token_ms: p.first_token_ms,
+        decode_ms: p.decode_ms,
+        total_ms: p.total_ms,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(question: &str) -> GenerateRequest {
+        GenerateRequest { question: question.into(), ..GenerateRequest::default() }
+    }
+
+    fn error(request: GenerateRequest) -> String {
+        ask(request, &Config::default()).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn defaults_come_from_the_configuration() {
+        let ask = ask(request("why?"), &Config::default()).unwrap();
+        assert_eq!((ask.mode, ask.top_k), (Mode::Linked(32), 4));
+        assert_eq!(ask.sampling.max_new_tokens, 128);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        assert!(error(request("  ")).contains("neither"));
+        assert!(error(GenerateRequest { mode: "fast".into(), ..request("q") }).contains("fast"));
+        let chunk_ids = vec!["abc".into()];
+        assert!(error(GenerateRequest { chunk_ids, ..request("q") }).contains("abc"));
+        assert!(error(GenerateRequest { top_p: Some(0.0), ..request("q") }).contains("top_p"));
+        let max_new_tokens = Some(0);
+        assert!(error(GenerateRequest { max_new_tokens, ..request("q") }).contains("at least 1"));
+        let message = |role: &str| v1::Message { role: role.into(), content: "x".into() };
+        let messages = vec![message("user"), message("assistant")];
+        assert!(error(GenerateRequest { messages, ..request("") }).contains("user's"));
+        let messages = vec![message("wizard")];
+        assert!(error(GenerateRequest { messages, ..request("") }).contains("wizard"));
+    }
+}
