@@ -1,2 +1,32 @@
-//! bin
-fn main() {}
+//! Process B: decodes. Started by the loader under `matkv up`, or by a service manager.
+#![forbid(unsafe_code)]
+
+use std::path::PathBuf;
+
+use clap::Parser;
+use matkv_config::Sources;
+
+/// Decode the sequences a loader publishes.
+#[derive(Parser)]
+#[command(version)]
+struct Args {
+    /// Configuration file
+    #[arg(long, env = "MATKV_CONFIG")]
+    config: Option<PathBuf>,
+    /// Preset: small or large
+    #[arg(long, env = "MATKV_PRESET")]
+    preset: Option<String>,
+    /// End when the loader hangs up
+    #[arg(long)]
+    exit_with_loader: bool,
+}
+
+fn main() -> anyhow::Result<()> {
+    let args = Args::parse();
+    let sources =
+        Sources { file: args.config, preset: args.preset, ..Sources::from_environment() };
+    let resolved = sources.resolve()?;
+    matkv_telemetry::init(&resolved.config.log);
+    let options = matkv_decoder_core::Options { exit_with_loader: args.exit_with_loader };
+    Ok(matkv_decoder_core::run(&resolved.config, options)?)
+}

@@ -1,2 +1,58 @@
-//! bin
-fn main() {}
+//! The command line of MatKV.
+#![forbid(unsafe_code)]
+
+mod args;
+mod ask;
+mod bench;
+mod demo;
+mod documents;
+mod figures;
+mod fio;
+mod ingest;
+mod model;
+mod pair;
+mod render;
+mod sources;
+mod up;
+
+use std::process::ExitCode;
+
+use args::{Args, Command};
+use clap::Parser;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(args) {
+        Ok(code) => code,
+        Err(e) => {
+            // A reader that closed the pipe has seen enough.
+            let broken_pipe = e
+                .chain()
+                .filter_map(|c| c.downcast_ref::<std::io::Error>())
+                .any(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
+            if broken_pipe {
+                return ExitCode::SUCCESS;
+            }
+            eprintln!("matkv: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let resolved = args.sources()?.resolve()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let config = &resolved.config;
+    match args.command {
+        Command::Up => up::run(&resolved),
+        Command::Model { command } => model::run(config, &command),
+        Command::Config => render::config(&resolved, args.format),
+        Command::Ingest(options) => runtime.block_on(ingest::run(config, &options, args.format)),
+        Command::Ask(options) => runtime.block_on(ask::run(config, &options, args.format)),
+        Command::Docs { command } => runtime.block_on(documents::run(config, command, args.format)),
+        Command::Status => runtime.block_on(documents::status(config, args.format)),
+        Command::Demo(options) => runtime.block_on(demo::run(&resolved, &options)),
+        Command::Bench { command } => runtime.block_on(bench::run(&resolved, &command, args.format)),
+    }
+}

@@ -144,6 +144,14 @@ impl Resolved {
         sections.into_iter().map(section).collect::<Vec<_>>().join("\n")
     }
 
+    /// Sets a key from the command line, after everything else.
+    ///
+    /// # Errors
+    /// If the key or the value is wrong.
+    pub fn override_with(&mut self, key: &str, value: &str) -> Result<(), ConfigError> {
+        self.set(key, value, Origin::Flag)
+    }
+
     fn apply_preset(&mut self, name: &str) -> Result<(), ConfigError> {
         let names = PRESETS.map(|p| p.0);
         let found = PRESETS.iter().find(|p| p.0 == name);

@@ -25,5 +25,15 @@ mod session;
 mod status;
 mod wire;
 
+/// Models by name, for the command line.
+pub mod models {
+    pub use matkv_model::{PULLABLE, PullProgress, pull, pulled};
+}
+
+/// Child processes, for the command line.
+pub mod process {
+    pub use matkv_sys::{die_with_parent, evict_page_cache, terminate_and_wait};
+}
+
 pub use error::LoaderError;
 pub use run::{Options, run};

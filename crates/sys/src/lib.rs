@@ -26,7 +26,7 @@ pub use files::{DirectFile, FileLock, evict_page_cache, sync_directory, write_at
 pub use lmdb::open_environment;
 pub use pidfd::PidFd;
 pub use pread::PreadPool;
-pub use process::{die_with_parent, process_memory_bytes};
+pub use process::{die_with_parent, terminate_and_wait};
 pub use reader::{EngineKind, ReadDone, ReadEngine, ReadRequest, open_engine};
 pub use region::{Region, SlotMut, SlotRef, Words};
 pub use segment::{Segment, shared_memory_bytes};

@@ -1,7 +1,10 @@
 //! Children that do not outlive their parent.
 
 use std::os::unix::process::CommandExt;
-use std::process::Command;
+use std::process::{Child, Command};
+use std::time::Duration;
+
+use crate::pidfd::PidFd;
 
 /// Makes the child receive SIGTERM when the thread that starts it ends.
 ///
@@ -24,9 +27,14 @@ pub fn die_with_parent(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Resident bytes of a process, for status reports; 0 if it is gone.
-pub fn process_memory_bytes(pid: u32) -> u64 {
-    let text = std::fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
-    let pages: u64 = text.split(' ').nth(1).and_then(|n| n.parse().ok()).unwrap_or(0);
-    pages * 4096
+/// Sends SIGTERM and waits; after the deadline, SIGKILL.
+pub fn terminate_and_wait(child: &mut Child, deadline: Duration) {
+    if let Ok(pidfd) = PidFd::open(child.id()) {
+        pidfd.terminate();
+        if !pidfd.wait(deadline) {
+            pidfd.kill();
+        }
+    }
+    // Reaps it; it has ended or is about to.
+    let _ = child.wait();
 }

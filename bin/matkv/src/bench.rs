@@ -1,0 +1,266 @@
+//! `matkv bench`: a private pair of processes, alternated measurements, named figures.
+//!
+//! Figures are documented in `docs/figures.md`.
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use anyhow::{Context, ensure};
+use matkv_api::Client;
+use matkv_api::v1::{GenerateRequest, GetStatusRequest, ListDocumentsRequest};
+use matkv_config::{Config, Resolved};
+use matkv_loader_core::process::evict_page_cache;
+
+use crate::args::{BenchCommand, ColdOptions, E2eOptions, Format};
+use crate::ask::{Answer, generate};
+use crate::figures::{self, Figure};
+use crate::ingest::ingest;
+use crate::pair::{Pair, private};
+use crate::sources::{Source, collect};
+use crate::{demo, fio};
+
+pub async fn run(
+    resolved: &Resolved,
+    command: &BenchCommand,
+    format: Format,
+) -> anyhow::Result<ExitCode> {
+    let directory = tempfile::tempdir().context("a temporary directory")?;
+    let (store, name) = match command {
+        BenchCommand::E2e(o) => (o.store.as_deref(), "e2e"),
+        BenchCommand::Cold(o) => (o.store.as_deref(), "cold"),
+    };
+    let log = [("log.level", "warn".to_owned())];
+    let resolved = private(resolved, directory.path(), store, &log)?;
+    let mut pair = Pair::start(&resolved)?;
+    let mut notes = Vec::new();
+    let measured = tokio::select! {
+        outcome = measure(&mut pair, &resolved, command, &mut notes) => outcome,
+        _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
+    };
+    pair.stop()?;
+    let figures = measured?;
+    let threads = Config::threads(resolved.config.loader_threads);
+    match format {
+        Format::Json => {
+            println!("{:#}", figures::report(name, threads, &figures, &notes));
+        }
+        Format::Text => {
+            print!("{}", figures::text(&figures));
+            notes.iter().for_each(|n| println!("{n}"));
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+async fn measure(
+    pair: &mut Pair,
+    resolved: &Resolved,
+    command: &BenchCommand,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Vec<Figure>> {
+    let client = pair.ready(&resolved.config).await?;
+    match command {
+        BenchCommand::E2e(o) => e2e(client, o, notes).await,
+        BenchCommand::Cold(o) => cold(client, o, notes).await,
+    }
+}
+
+/// Documents by the number in their name, then by name.
+fn by_number(mut sources: Vec<Source>, limit: Option<usize>) -> Vec<Source> {
+    let key = |s: &Source| {
+        let name = s.name("");
+        let stem = Path::new(&name).file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let digits: String = stem.chars().filter(char::is_ascii_digit).collect();
+        (digits.parse::<u64>().unwrap_or(u64::MAX), name)
+    };
+    sources.sort_by_key(key);
+    sources.truncate(limit.unwrap_or(usize::MAX));
+    sources
+}
+
+/// One a line: JSON with this field, or the line itself.
+fn lines(path: &Path, field: &str) -> anyhow::Result<Vec<String>> {
+    let text =
+        std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let value = |line: &str| match serde_json::from_str::<serde_json::Value>(line) {
+        Ok(json) => json[field].as_str().map_or_else(|| line.to_owned(), str::to_owned),
+        Err(_) => line.to_owned(),
+    };
+    Ok(text.lines().filter(|l| !l.trim().is_empty()).map(value).collect())
+}
+
+async fn ingest_corpus(
+    client: &Client,
+    corpus: &[String],
+    limit: Option<usize>,
+) -> anyhow::Result<Vec<Figure>> {
+    let (found, skipped) = collect(corpus)?;
+    ensure!(skipped.is_empty(), "{}: {}", skipped[0].name, skipped[0].reason);
+    let sources = by_number(found, limit);
+    ensure!(!sources.is_empty(), "no documents in {corpus:?}");
+    let (summary, failed) = ingest(client.clone(), sources, "stdin", true).await?;
+    ensure!(failed.is_empty(), "{}: {}", failed[0].name, failed[0].reason);
+    let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
+    let mut figures = vec![
+        Figure::exact("documents", status.documents as f64, "documents"),
+        Figure::exact("chunks", status.chunks as f64, "chunks"),
+        Figure::exact("corpus_tokens", status.chunk_tokens as f64, "tokens"),
+        Figure::exact("chunk_file_bytes", status.chunk_bytes as f64, "bytes"),
+    ];
+    if summary.tokens_computed > 0 {
+        let rate = summary.tokens_computed as f64 / summary.seconds;
+        figures.push(Figure::exact("ingest_tokens_per_s", rate, "tokens/s"));
+    }
+    Ok(figures)
+}
+
+async fn e2e(
+    client: Client,
+    o: &E2eOptions,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Vec<Figure>> {
+    let mut out = ingest_corpus(&client, &o.corpus, o.documents).await?;
+    let questions = lines(&o.questions, "query")?;
+    let answers = o.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
+    let modes: Vec<String> =
+        std::iter::once("vanilla".to_owned()).chain(o.mode.iter().cloned()).collect();
+    let ask = |question: String, mode: String| {
+        let request = GenerateRequest {
+            question,
+            mode,
+            top_k: Some(o.top_k),
+            max_new_tokens: Some(o.max_new_tokens),
+            cold: true,
+            ..GenerateRequest::default()
+        };
+        generate(client.clone(), request, |_| Ok(()))
+    };
+    // Warm-up: code pages, allocator, thread pools.
+    ask(questions.first().context("no questions")?.clone(), "matkv".into()).await?;
+    let mut results: Vec<Vec<Answer>> = vec![Vec::new(); modes.len()];
+    for (i, question) in questions.iter().take(o.count).enumerate() {
+        for step in 0..modes.len() {
+            // Each round begins with another mode, so that none is always first.
+            let m = (step + i) % modes.len();
+            results[m].push(ask(question.clone(), modes[m].clone()).await?);
+        }
+        eprintln!("question {}/{}", i + 1, questions.len().min(o.count));
+    }
+    for (mode, answers_of_mode) in modes.iter().zip(&results) {
+        out.extend(mode_figures(mode, answers_of_mode, answers.as_deref()));
+    }
+    let first = |m: usize, i: usize| results[m][i].timings.first_token_ms;
+    for (m, mode) in modes.iter().enumerate().skip(1) {
+        let ratios: Vec<f64> =
+            (0..results[m].len()).map(|i| first(0, i) / first(m, i)).collect();
+        out.push(Figure::median(format!("ttft_vanilla_over_matkv[{mode}]"), &ratios, "ratio"));
+    }
+    notes.push("arena cold, files read with O_DIRECT; modes alternated per question".into());
+    Ok(out)
+}
+
+fn mode_figures(mode: &str, answers: &[Answer], gold: Option<&[String]>) -> Vec<Figure> {
+    let of = |f: fn(&Answer) -> f64| answers.iter().map(f).collect::<Vec<f64>>();
+    let named = |name: &str| format!("{name}[{mode}]");
+    let mut out = vec![
+        Figure::median(named("ttft_ms"), &of(|a| a.timings.first_token_ms), "ms"),
+        Figure::median(named("retrieve_ms"), &of(|a| a.timings.retrieve_ms), "ms"),
+        Figure::median(named("load_ms"), &of(|a| a.timings.load_ms), "ms"),
+        Figure::median(named("prefill_ms"), &of(|a| a.timings.prefill_ms), "ms"),
+        Figure::median(named("decode_ms"), &of(|a| a.timings.decode_ms), "ms"),
+        Figure::median(named("total_ms"), &of(|a| a.timings.total_ms), "ms"),
+        Figure::median(named("prompt_tokens"), &of(|a| f64::from(a.usage.prompt_tokens)), "tokens"),
+        Figure::median(named("cached_tokens"), &of(|a| f64::from(a.usage.cached_tokens)), "tokens"),
+    ];
+    if let Some(gold) = gold {
+        let hit = |(a, g): &(&Answer, &String)| a.text.to_lowercase().contains(&g.to_lowercase());
+        let hits = answers.iter().zip(gold).filter(hit).count();
+        out.push(Figure::exact(named("answers_with_gold"), hits as f64, "answers"));
+    }
+    out
+}
+
+/// Whole chunks of the corpus: ids, and where their files are.
+async fn whole_chunks(client: &Client, count: usize) -> anyhow::Result<(Vec<String>, Vec<PathBuf>)> {
+    let mut client = client.clone();
+    let status = client.get_status(GetStatusRequest {}).await?.into_inner();
+    let list = client.list_documents(ListDocumentsRequest {}).await?.into_inner();
+    let mut ids = Vec::new();
+    for document in list.documents {
+        // Every chunk but the last of a document has the full size.
+        let whole = document.chunk_ids.len().saturating_sub(1);
+        ids.extend(document.chunk_ids.into_iter().take(whole));
+    }
+    ids.sort();
+    ids.dedup();
+    ids.truncate(count);
+    ensure!(ids.len() == count, "the corpus has only {} whole chunks", ids.len());
+    let root = Path::new(&status.store_dir).join(&status.fingerprint[..16]).join("chunks");
+    let paths = ids.iter().map(|id| root.join(&id[..2]).join(format!("{id}.kv")));
+    let paths: Vec<PathBuf> = paths.collect();
+    Ok((ids, paths))
+}
+
+async fn cold(
+    client: Client,
+    o: &ColdOptions,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Vec<Figure>> {
+    ingest_corpus(&client, &o.corpus, None).await?;
+    let (ids, files) = whole_chunks(&client, o.chunks).await?;
+    let bytes: u64 = files.iter().map(|f| std::fs::metadata(f).map_or(0, |m| m.len())).sum();
+    let with_fio = fio::is_installed();
+    let ask = |mode: String| {
+        let request = GenerateRequest {
+            question: "What is described here, in one sentence?".into(),
+            chunk_ids: ids.clone(),
+            mode,
+            max_new_tokens: Some(8),
+            cold: true,
+            ..GenerateRequest::default()
+        };
+        generate(client.clone(), request, |_| Ok(()))
+    };
+    ask(o.mode.clone()).await?;
+    let (mut matkv, mut vanilla, mut fio_rates) = (Vec::new(), Vec::new(), Vec::new());
+    for round in 0..o.rounds {
+        files.iter().try_for_each(|f| evict_page_cache(f))?;
+        matkv.push(ask(o.mode.clone()).await?);
+        if with_fio {
+            files.iter().try_for_each(|f| evict_page_cache(f))?;
+            fio_rates.push(fio::read_rate(&files)?);
+        }
+        // A full prefill takes as long as many loads: three of them show its spread.
+        if round < 3 {
+            vanilla.push(ask("vanilla".into()).await?);
+        }
+        eprintln!("round {}/{}", round + 1, o.rounds);
+    }
+    let ttft = |a: &[Answer]| a.iter().map(|a| a.timings.first_token_ms).collect::<Vec<_>>();
+    let load_rates: Vec<f64> =
+        matkv.iter().map(|a| bytes as f64 / (a.timings.load_ms / 1e3)).collect();
+    let vanilla_ms = demo::median(ttft(&vanilla));
+    let ratios: Vec<f64> = ttft(&matkv).iter().map(|t| vanilla_ms / t).collect();
+    let prompt = f64::from(vanilla[0].usage.prompt_tokens);
+    let rates: Vec<f64> = vanilla.iter().map(|a| prompt / (a.timings.prefill_ms / 1e3)).collect();
+    let of = |f: fn(&Answer) -> f64| matkv.iter().map(f).collect::<Vec<f64>>();
+    let mut out = vec![
+        Figure::exact("prompt_tokens", prompt, "tokens"),
+        Figure::exact("chunk_bytes", bytes as f64, "bytes"),
+        Figure::median("cold_ttft_ms", &ttft(&matkv), "ms"),
+        Figure::median("cold_load_ms", &of(|a| a.timings.load_ms), "ms"),
+        Figure::median("cold_prefill_ms", &of(|a| a.timings.prefill_ms), "ms"),
+        Figure::median("vanilla_ttft_ms", &ttft(&vanilla), "ms"),
+        Figure::median("vanilla_prefill_tokens_per_s", &rates, "tokens/s"),
+        Figure::median("cold_ttft_vanilla_over_matkv", &ratios, "ratio"),
+        Figure::median("load_bytes_per_s", &load_rates, "bytes/s"),
+    ];
+    if with_fio {
+        let ratios: Vec<f64> = load_rates.iter().zip(&fio_rates).map(|(a, b)| a / b).collect();
+        out.push(Figure::median("fio_bytes_per_s", &fio_rates, "bytes/s"));
+        out.push(Figure::median("load_over_fio", &ratios, "ratio"));
+    } else {
+        notes.push("fio is not installed: load_over_fio is not measured".into());
+    }
+    Ok(out)
+}

@@ -1,0 +1,110 @@
+//! The JSON every benchmark prints: commit, machine, command and named figures.
+
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+/// One named figure with its spread.
+pub struct Figure {
+    pub name: String,
+    pub value: f64,
+    pub unit: &'static str,
+    pub low: f64,
+    pub high: f64,
+}
+
+impl Figure {
+    /// A figure without spread: a count or a size.
+    pub fn exact(name: impl Into<String>, value: f64, unit: &'static str) -> Self {
+        Self { name: name.into(), value, unit, low: value, high: value }
+    }
+
+    /// The median of samples, with the first and third quartile.
+    pub fn median(name: impl Into<String>, samples: &[f64], unit: &'static str) -> Self {
+        let mut sorted = samples.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let at = |q: f64| {
+            let last = sorted.len().saturating_sub(1);
+            sorted.get((q * last as f64).round() as usize).copied().unwrap_or(f64::NAN)
+        };
+        let value = crate::demo::median(sorted.clone());
+        Self { name: name.into(), value, unit, low: at(0.25), high: at(0.75) }
+    }
+}
+
+/// Everything a report must say besides its figures.
+pub fn report(bench: &str, threads: usize, figures: &[Figure], notes: &[String]) -> Value {
+    let list: Vec<Value> = figures
+        .iter()
+        .map(|f| {
+            json!({"name": f.name, "value": f.value, "unit": f.unit, "low": f.low, "high": f.high})
+        })
+        .collect();
+    json!({
+        "bench": bench,
+        "commit": commit(),
+        "version": env!("CARGO_PKG_VERSION"),
+        "machine": {
+            "cpu": cpu(), "cores": threads_of_machine(), "threads": threads,
+            "kernel": read("/proc/sys/kernel/osrelease"), "memory_kb": memory_kb(),
+        },
+        "command": std::env::args().collect::<Vec<_>>().join(" "),
+        "notes": notes,
+        "figures": list,
+    })
+}
+
+/// The same, for people.
+pub fn text(figures: &[Figure]) -> String {
+    let row = |f: &Figure| {
+        let digits = if f.value.abs() >= 100.0 { 0 } else { 3 };
+        vec![
+            f.name.clone(),
+            format!("{:.digits$}", f.value),
+            f.unit.to_owned(),
+            format!("{:.digits$} … {:.digits$}", f.low, f.high),
+        ]
+    };
+    let rows: Vec<_> = figures.iter().map(row).collect();
+    crate::render::table(&["figure", "value", "unit", "quartiles"], &rows)
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(path).unwrap_or_default().trim().to_owned()
+}
+
+fn cpu() -> String {
+    let text = read("/proc/cpuinfo");
+    let line = text.lines().find(|l| l.starts_with("model name"));
+    line.and_then(|l| l.split_once(':')).map_or_else(String::new, |(_, v)| v.trim().to_owned())
+}
+
+fn memory_kb() -> u64 {
+    let text = read("/proc/meminfo");
+    let line = text.lines().find(|l| l.starts_with("MemTotal"));
+    line.and_then(|l| l.split_whitespace().nth(1)).and_then(|n| n.parse().ok()).unwrap_or(0)
+}
+
+fn threads_of_machine() -> usize {
+    std::thread::available_parallelism().map_or(0, usize::from)
+}
+
+fn commit() -> String {
+    let git = Command::new("git").args(["describe", "--always", "--dirty"]).output();
+    match git {
+        Ok(out) if out.status.success() => String::from_utf8_lossy(&out.stdout).trim().to_owned(),
+        _ => "unknown".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn median_and_quartiles() {
+        let f = Figure::median("x", &[5.0, 1.0, 4.0, 2.0, 3.0], "ms");
+        assert_eq!((f.value, f.low, f.high), (3.0, 2.0, 4.0));
+        assert!(Figure::median("x", &[], "ms").value.is_nan());
+    }
+}

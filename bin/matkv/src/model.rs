@@ -1,0 +1,35 @@
+//! `matkv model`: fetching and listing.
+
+use std::process::ExitCode;
+
+use matkv_config::{Config, format_bytes};
+use matkv_loader_core::models::{PULLABLE, PullProgress, pull, pulled};
+
+use crate::args::ModelCommand;
+
+pub fn run(config: &Config, command: &ModelCommand) -> anyhow::Result<ExitCode> {
+    match command {
+        ModelCommand::Ls => {
+            for model in &PULLABLE {
+                match pulled(&config.cache_dir, model) {
+                    Some(bytes) => println!("{:<14} {}", model.name, format_bytes(bytes)),
+                    None => println!("{:<14} not fetched ({} MB)", model.name, model.megabytes),
+                }
+            }
+            println!("in {}", config.cache_dir.join("models").display());
+        }
+        ModelCommand::Pull { names } => names.iter().try_for_each(|n| pull_one(config, n))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Fetches one model, saying what happens.
+pub fn pull_one(config: &Config, name: &str) -> anyhow::Result<()> {
+    let path = pull(&config.cache_dir, name, |progress| match progress {
+        PullProgress::Present => eprintln!("{name}: in the cache"),
+        PullProgress::Fetching(mb) => eprintln!("{name}: fetching {mb} MB"),
+        PullProgress::Verifying => eprintln!("{name}: verifying"),
+    })?;
+    println!("{}", path.display());
+    Ok(())
+}

@@ -1,0 +1,112 @@
+//! A loader and a decoder as child processes of this one, and waiting for them to be ready.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use matkv_api::Client;
+use matkv_api::v1::GetStatusRequest;
+use matkv_config::{Config, Resolved};
+use matkv_loader_core::process::{die_with_parent, terminate_and_wait};
+
+/// How long two processes may take to load their models.
+const READY: Duration = Duration::from_secs(120);
+/// How long they may take to stop.
+const STOP: Duration = Duration::from_secs(15);
+
+/// A running loader, which keeps a decoder alive.
+pub struct Pair {
+    loader: Child,
+}
+
+impl Pair {
+    /// Starts a loader with exactly this configuration.
+    pub fn start(resolved: &Resolved) -> anyhow::Result<Self> {
+        let runtime = &resolved.config.runtime_dir;
+        std::fs::create_dir_all(runtime)
+            .with_context(|| format!("cannot create {}", runtime.display()))?;
+        // One per starter: two `up` on one runtime directory must not mix their files.
+        let file = runtime.join(format!("resolved-{}.toml", std::process::id()));
+        std::fs::write(&file, resolved.to_toml())
+            .with_context(|| format!("cannot write {}", file.display()))?;
+        let program = sibling("matkv-loader")?;
+        let mut command = Command::new(&program);
+        command.arg("--config").arg(&file).arg("--spawn-decoder").stdin(Stdio::null());
+        for (name, _) in std::env::vars().filter(|(n, _)| is_setting(n)) {
+            // Already resolved into the file.
+            command.env_remove(name);
+        }
+        command.env("TMPDIR", runtime);
+        let loader = die_with_parent(&mut command)
+            .spawn()
+            .with_context(|| format!("cannot start {}", program.display()))?;
+        Ok(Self { loader })
+    }
+
+    /// The loader's exit status, if it has ended.
+    pub fn ended(&mut self) -> anyhow::Result<Option<ExitStatus>> {
+        Ok(self.loader.try_wait()?)
+    }
+
+    /// Waits until requests are answered.
+    pub async fn ready(&mut self, config: &Config) -> anyhow::Result<Client> {
+        let started = Instant::now();
+        loop {
+            if let Some(status) = self.ended()? {
+                bail!("the loader ended with {status}; its messages are above");
+            }
+            if let Ok(mut client) = matkv_api::connect(&config.socket()).await {
+                let status = client.get_status(GetStatusRequest {}).await;
+                if let Ok(status) = status {
+                    let status = status.into_inner();
+                    let ours = status.loader_pid == self.loader.id();
+                    if ours && status.state == "ready" {
+                        return Ok(client);
+                    }
+                }
+            }
+            if started.elapsed() > READY {
+                bail!("not ready after {} s", READY.as_secs());
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Stops both processes in order.
+    pub fn stop(mut self) -> anyhow::Result<ExitStatus> {
+        terminate_and_wait(&mut self.loader, STOP);
+        let status = self.loader.wait()?;
+        Ok(status)
+    }
+}
+
+fn is_setting(variable: &str) -> bool {
+    matkv_config::SETTINGS.iter().any(|s| s.variable() == variable)
+}
+
+fn sibling(name: &str) -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("where this program lives")?;
+    let path = own.with_file_name(name);
+    if !path.exists() {
+        bail!("{} is missing: it is installed beside matkv", path.display());
+    }
+    Ok(path)
+}
+
+/// A configuration with its own runtime directory, and its own store unless one is given.
+pub fn private(
+    resolved: &Resolved,
+    directory: &Path,
+    store: Option<&Path>,
+    more: &[(&str, String)],
+) -> anyhow::Result<Resolved> {
+    let mut resolved = resolved.clone();
+    resolved.override_with("paths.runtime_dir", &directory.join("run").display().to_string())?;
+    let store = store.map_or_else(|| directory.join("store"), Path::to_owned);
+    resolved.override_with("paths.store_dir", &store.display().to_string())?;
+    for (key, value) in more {
+        resolved.override_with(key, value)?;
+    }
+    Ok(resolved)
+}

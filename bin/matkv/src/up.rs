@@ -1,0 +1,70 @@
+//! `matkv up`: starts and supervises the two processes.
+
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use matkv_config::Resolved;
+
+use crate::pair::Pair;
+
+/// A loader that lived this long was healthy: the next failure starts counting anew.
+const HEALTHY: Duration = Duration::from_secs(30);
+/// Failures in a row before giving up.
+const FAILURES_MAX: u32 = 5;
+
+pub fn run(resolved: &Resolved) -> anyhow::Result<ExitCode> {
+    // PR_SET_PDEATHSIG follows the thread that starts the child: a current-thread runtime keeps
+    // that the main thread.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(supervise(resolved))
+}
+
+async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
+    let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    let mut failures = 0;
+    loop {
+        let started = Instant::now();
+        let mut pair = Pair::start(resolved)?;
+        tokio::select! {
+            ready = pair.ready(&resolved.config) => match ready {
+                Ok(_) => {
+                    println!("ready on {}", resolved.config.socket().display());
+                }
+                Err(e) if started.elapsed() < Duration::from_secs(1) || failures > 0 => {
+                    // A loader that refuses its configuration will refuse it again.
+                    return Err(e);
+                }
+                Err(e) => eprintln!("matkv: {e:#}"),
+            },
+            _ = term.recv() => return stop(pair),
+            _ = tokio::signal::ctrl_c() => return stop(pair),
+        }
+        let status = loop {
+            tokio::select! {
+                () = tokio::time::sleep(Duration::from_millis(50)) => {
+                    if let Some(status) = pair.ended()? {
+                        break status;
+                    }
+                }
+                _ = term.recv() => return stop(pair),
+                _ = tokio::signal::ctrl_c() => return stop(pair),
+            }
+        };
+        failures = if started.elapsed() > HEALTHY { 1 } else { failures + 1 };
+        if failures > FAILURES_MAX {
+            anyhow::bail!("the loader ended {failures} times in a row, last with {status}");
+        }
+        eprintln!("matkv: the loader ended ({status}); starting both processes again");
+        tokio::time::sleep(Duration::from_millis(50 << failures)).await;
+    }
+}
+
+fn stop(pair: Pair) -> anyhow::Result<ExitCode> {
+    let status = pair.stop()?;
+    if status.success() {
+        println!("stopped");
+        return Ok(ExitCode::SUCCESS);
+    }
+    eprintln!("matkv: the loader ended with {status}");
+    Ok(ExitCode::FAILURE)
+}
