@@ -17,14 +17,10 @@ fn step(model: &LanguageModel, s: &mut Sequence, first: usize, count: usize, log
     let rows: Vec<ForwardRow> = (first..first + count)
         .map(|i| ForwardRow { token: (i * 7919 % 40_000) as u32, position: i, row: i })
         .collect();
-    let own = Segment { source: Source::Own, first_row: 0, rows: first + count, position: 0, shift: 0 };
-    let mut steps = [Step {
-        rows: &rows,
-        segments: &[own],
-        own: &mut s.section,
-        own_layout: s.layout,
-        logits,
-    }];
+    let own =
+        Segment { source: Source::Own, first_row: 0, rows: first + count, position: 0, shift: 0 };
+    let mut steps =
+        [Step { rows: &rows, segments: &[own], own: &mut s.section, own_layout: s.layout, logits }];
     std::hint::black_box(model.forward(&mut steps));
 }
 
@@ -35,7 +31,11 @@ fn main() {
     };
     let started = Instant::now();
     let model = LanguageModel::open(path.as_ref(), None).expect("model opens");
-    println!("open: {:.2} s, {} MB packed", started.elapsed().as_secs_f64(), model.weight_bytes() >> 20);
+    println!(
+        "open: {:.2} s, {} MB packed",
+        started.elapsed().as_secs_f64(),
+        model.weight_bytes() >> 20
+    );
     for length in [512usize, 2048, 4096] {
         let layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, length + 64);
         let mut s = Sequence { section: vec![0; layout.total_bytes()], layout };
@@ -52,7 +52,9 @@ fn main() {
         let decode = started.elapsed().as_secs_f64() / 32.0;
         println!(
             "{length} tokens: prefill {best:.3} s = {:.0} tokens/s; decode {:.1} ms = {:.0} tokens/s",
-            length as f64 / best, decode * 1e3, 1.0 / decode
+            length as f64 / best,
+            decode * 1e3,
+            1.0 / decode
         );
     }
 }

@@ -23,8 +23,7 @@ struct Args {
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
-    let sources =
-        Sources { file: args.config, preset: args.preset, ..Sources::from_environment() };
+    let sources = Sources { file: args.config, preset: args.preset, ..Sources::from_environment() };
     let resolved = sources.resolve()?;
     matkv_telemetry::init(&resolved.config.log);
     let options = matkv_decoder_core::Options { exit_with_loader: args.exit_with_loader };

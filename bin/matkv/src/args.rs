@@ -142,6 +142,9 @@ pub struct DemoOptions {
     /// File with one question per line
     #[arg(long, default_value = "examples/questions.txt")]
     pub questions: PathBuf,
+    /// Chunks in each prompt
+    #[arg(long, default_value_t = 2)]
+    pub top_k: u32,
     #[arg(long, default_value_t = 32)]
     pub max_new_tokens: u32,
 }

@@ -24,7 +24,11 @@ pub struct Answer {
     pub timings: Timings,
 }
 
-pub async fn run(config: &Config, options: &AskOptions, format: Format) -> anyhow::Result<ExitCode> {
+pub async fn run(
+    config: &Config,
+    options: &AskOptions,
+    format: Format,
+) -> anyhow::Result<ExitCode> {
     let client = matkv_api::connect(&config.socket()).await?;
     if options.verify {
         return verify(client, options, format).await;
@@ -50,7 +54,8 @@ pub async fn run(config: &Config, options: &AskOptions, format: Format) -> anyho
 }
 
 fn request(o: &AskOptions) -> GenerateRequest {
-    let message = |role: &str, content: &str| Message { role: role.into(), content: content.into() };
+    let message =
+        |role: &str, content: &str| Message { role: role.into(), content: content.into() };
     let mut request = GenerateRequest {
         document_ids: o.document.clone(),
         chunk_ids: o.chunk.clone(),
@@ -82,7 +87,9 @@ pub async fn generate(
     let mut stream = stream.into_inner();
     let mut answer = Answer::default();
     let mut finished = None;
-    while let Some(event) = stream.message().await.map_err(|s| anyhow::anyhow!("{}", s.message()))? {
+    while let Some(event) =
+        stream.message().await.map_err(|s| anyhow::anyhow!("{}", s.message()))?
+    {
         match event.event {
             Some(Event::Started(started)) => answer.started = started,
             Some(Event::Text(text)) => {
@@ -113,13 +120,16 @@ async fn verify(client: Client, o: &AskOptions, format: Format) -> anyhow::Resul
     let reused = run(if o.mode == "vanilla" { "matkv" } else { &o.mode }).await?;
     let agreement = Agreement::of(&vanilla, &reused);
     match format {
-        Format::Json => println!("{}", serde_json::json!({
-            "vanilla": render::answer_json(&vanilla),
-            "reused": render::answer_json(&reused),
-            "kl": agreement.kl, "same_top1": agreement.same_top1,
-            "max_difference": agreement.max_difference, "same_answer": agreement.same_answer,
-            "common_tokens": agreement.common_tokens,
-        })),
+        Format::Json => println!(
+            "{}",
+            serde_json::json!({
+                "vanilla": render::answer_json(&vanilla),
+                "reused": render::answer_json(&reused),
+                "kl": agreement.kl, "same_top1": agreement.same_top1,
+                "max_difference": agreement.max_difference, "same_answer": agreement.same_answer,
+                "common_tokens": agreement.common_tokens,
+            })
+        ),
         Format::Text => {
             println!("vanilla: {}", vanilla.text.trim());
             println!("{}: {}", reused.usage.mode, reused.text.trim());

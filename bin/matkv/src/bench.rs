@@ -151,8 +151,7 @@ async fn e2e(
     }
     let first = |m: usize, i: usize| results[m][i].timings.first_token_ms;
     for (m, mode) in modes.iter().enumerate().skip(1) {
-        let ratios: Vec<f64> =
-            (0..results[m].len()).map(|i| first(0, i) / first(m, i)).collect();
+        let ratios: Vec<f64> = (0..results[m].len()).map(|i| first(0, i) / first(m, i)).collect();
         out.push(Figure::median(format!("ttft_vanilla_over_matkv[{mode}]"), &ratios, "ratio"));
     }
     notes.push("arena cold, files read with O_DIRECT; modes alternated per question".into());
@@ -181,7 +180,10 @@ fn mode_figures(mode: &str, answers: &[Answer], gold: Option<&[String]>) -> Vec<
 }
 
 /// Whole chunks of the corpus: ids, and where their files are.
-async fn whole_chunks(client: &Client, count: usize) -> anyhow::Result<(Vec<String>, Vec<PathBuf>)> {
+async fn whole_chunks(
+    client: &Client,
+    count: usize,
+) -> anyhow::Result<(Vec<String>, Vec<PathBuf>)> {
     let mut client = client.clone();
     let status = client.get_status(GetStatusRequest {}).await?.into_inner();
     let list = client.list_documents(ListDocumentsRequest {}).await?.into_inner();

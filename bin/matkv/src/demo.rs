@@ -60,6 +60,7 @@ async fn show(
             let request = GenerateRequest {
                 question: question.into(),
                 mode: mode.into(),
+                top_k: Some(options.top_k),
                 max_new_tokens: Some(options.max_new_tokens),
                 // The arena keeps what the question before has loaded: ask flash each time.
                 cold: true,
@@ -69,6 +70,8 @@ async fn show(
             println!("  {mode:<8} {}", answer.text.trim().replace('\n', " "));
             answers.push(answer);
         }
+        let same = answers[0].tokens == answers[1].tokens;
+        println!("  same answer: {}", render::yes_no(same));
         render::sources(&answers[1]);
         rows.push(answers);
     }

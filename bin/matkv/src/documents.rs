@@ -8,7 +8,11 @@ use matkv_config::{Config, format_bytes};
 use crate::args::{DocsCommand, Format};
 use crate::render;
 
-pub async fn run(config: &Config, command: DocsCommand, format: Format) -> anyhow::Result<ExitCode> {
+pub async fn run(
+    config: &Config,
+    command: DocsCommand,
+    format: Format,
+) -> anyhow::Result<ExitCode> {
     let mut client = matkv_api::connect(&config.socket()).await?;
     match command {
         DocsCommand::Ls => {
@@ -24,7 +28,12 @@ pub async fn run(config: &Config, command: DocsCommand, format: Format) -> anyho
                 return Ok(ExitCode::SUCCESS);
             }
             for d in &list.documents {
-                println!("{:>8} tokens {:>4} chunks  {}", d.tokens, d.chunk_ids.len(), d.document_id);
+                println!(
+                    "{:>8} tokens {:>4} chunks  {}",
+                    d.tokens,
+                    d.chunk_ids.len(),
+                    d.document_id
+                );
             }
             if list.documents.is_empty() {
                 println!("no documents; add some with `matkv ingest`");
@@ -63,7 +72,10 @@ pub async fn status(config: &Config, format: Format) -> anyhow::Result<ExitCode>
     println!("reading     {}", s.io_engine);
     println!(
         "store       {} documents, {} chunks, {} tokens, {}",
-        s.documents, s.chunks, s.chunk_tokens, format_bytes(s.chunk_bytes)
+        s.documents,
+        s.chunks,
+        s.chunk_tokens,
+        format_bytes(s.chunk_bytes)
     );
     println!("            in {}", s.store_dir);
     if !s.other_fingerprints.is_empty() {
@@ -74,7 +86,10 @@ pub async fn status(config: &Config, format: Format) -> anyhow::Result<ExitCode>
     }
     println!(
         "arena       {} of {}, {} chunks, {} slots held",
-        format_bytes(s.arena_used_bytes), format_bytes(s.arena_bytes), s.arena_chunks, s.held_slots
+        format_bytes(s.arena_used_bytes),
+        format_bytes(s.arena_bytes),
+        s.arena_chunks,
+        s.held_slots
     );
     println!("requests    {} running, {} waiting", s.requests_running, s.requests_waiting);
     if s.quarantined > 0 {

@@ -17,8 +17,15 @@ pub fn read_rate(files: &[PathBuf]) -> anyhow::Result<f64> {
         files.iter().map(|f| f.display().to_string().replace(':', "\\:")).collect();
     let out = Command::new("fio")
         .args([
-            "--name=chunks", "--rw=read", "--bs=1M", "--iodepth=32", "--direct=1", "--readonly",
-            "--ioengine=io_uring", "--file_service_type=sequential", "--output-format=json",
+            "--name=chunks",
+            "--rw=read",
+            "--bs=1M",
+            "--iodepth=32",
+            "--direct=1",
+            "--readonly",
+            "--ioengine=io_uring",
+            "--file_service_type=sequential",
+            "--output-format=json",
         ])
         .arg(format!("--filename={}", names.join(":")))
         .output()

@@ -28,7 +28,8 @@ pub async fn run(
     let summary = if sources.is_empty() {
         IngestSummary::default()
     } else {
-        let (summary, more) = ingest(client, sources, &options.name, format == Format::Text).await?;
+        let (summary, more) =
+            ingest(client, sources, &options.name, format == Format::Text).await?;
         skipped.extend(more);
         summary
     };

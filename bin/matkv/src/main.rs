@@ -53,6 +53,8 @@ fn run(args: Args) -> anyhow::Result<ExitCode> {
         Command::Docs { command } => runtime.block_on(documents::run(config, command, args.format)),
         Command::Status => runtime.block_on(documents::status(config, args.format)),
         Command::Demo(options) => runtime.block_on(demo::run(&resolved, &options)),
-        Command::Bench { command } => runtime.block_on(bench::run(&resolved, &command, args.format)),
+        Command::Bench { command } => {
+            runtime.block_on(bench::run(&resolved, &command, args.format))
+        }
     }
 }

@@ -74,7 +74,9 @@ fn walk(
             }
             Ok(_) => {}
             Err(e) => {
-                let name = e.path().map_or_else(|| root.display().to_string(), |p| p.display().to_string());
+                let name = e
+                    .path()
+                    .map_or_else(|| root.display().to_string(), |p| p.display().to_string());
                 skipped.push(Skipped { name, reason: e.to_string() });
             }
         }

@@ -27,9 +27,7 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
         let mut pair = Pair::start(resolved)?;
         tokio::select! {
             ready = pair.ready(&resolved.config) => match ready {
-                Ok(_) => {
-                    println!("ready on {}", resolved.config.socket().display());
-                }
+                Ok(_) => println!("ready on {}", resolved.config.socket().display()),
                 Err(e) if started.elapsed() < Duration::from_secs(1) || failures > 0 => {
                     // A loader that refuses its configuration will refuse it again.
                     return Err(e);

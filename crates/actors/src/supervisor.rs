@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
-use tokio::task::JoinHandle;
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
 use crate::stop::StopFlag;
 use crate::worker::{Policy, ThreadSpec, Worker};
@@ -56,8 +56,7 @@ pub async fn supervise(specs: Vec<ThreadSpec>, stop: StopFlag) -> Result<Supervi
         children: HashMap::new(),
         outcome: sender,
     };
-    let (actor, join) =
-        Actor::spawn(None, Supervisor, state).await.map_err(|e| e.to_string())?;
+    let (actor, join) = Actor::spawn(None, Supervisor, state).await.map_err(|e| e.to_string())?;
     Ok(Supervision { stop, actor, join, outcome })
 }
 
@@ -107,7 +106,11 @@ impl State {
                 self.start(i, me).await
             }
             _ => {
-                tracing::error!("{name} ended ({reason}); stopping");
+                if failed {
+                    tracing::error!("{name} failed ({reason}); stopping");
+                } else {
+                    tracing::info!("{name} has nothing left to do; stopping");
+                }
                 let child = name.to_owned();
                 self.outcome.send_replace(Outcome::Failed { child, reason });
                 self.stop.raise();
@@ -152,7 +155,11 @@ impl Actor for Supervisor {
         }
     }
 
-    async fn post_stop(&self, _: ActorRef<()>, state: &mut State) -> Result<(), ActorProcessingErr> {
+    async fn post_stop(
+        &self,
+        _: ActorRef<()>,
+        state: &mut State,
+    ) -> Result<(), ActorProcessingErr> {
         state.stop.raise();
         Ok(())
     }

@@ -76,7 +76,8 @@ impl Default for Config {
             model: "smollm2-135m".into(),
             cache_dir: dir("XDG_CACHE_HOME", ".cache").join("matkv"),
             store_dir: data.join("store"),
-            runtime_dir: runtime.map_or_else(|| data.join("run"), |r| PathBuf::from(r).join("matkv")),
+            runtime_dir: runtime
+                .map_or_else(|| data.join("run"), |r| PathBuf::from(r).join("matkv")),
             tcp: String::new(),
             system: "You are a helpful assistant. Answer the question from the documents.".into(),
             introduction: "Documents:\n".into(),

@@ -140,7 +140,8 @@ impl Resolved {
             let value = toml::Value::String((setting.get)(&self.config));
             sections.entry(section).or_default().push(format!("{name} = {value}"));
         }
-        let section = |(name, lines): (&str, Vec<String>)| format!("[{name}]\n{}\n", lines.join("\n"));
+        let section =
+            |(name, lines): (&str, Vec<String>)| format!("[{name}]\n{}\n", lines.join("\n"));
         sections.into_iter().map(section).collect::<Vec<_>>().join("\n")
     }
 
@@ -184,13 +185,12 @@ impl Resolved {
     }
 
     fn set(&mut self, key: &str, value: &str, origin: Origin) -> Result<(), ConfigError> {
-        let setting = SETTINGS.iter().find(|s| s.key == key).ok_or_else(|| {
-            ConfigError::UnknownKey {
+        let setting =
+            SETTINGS.iter().find(|s| s.key == key).ok_or_else(|| ConfigError::UnknownKey {
                 key: key.to_owned(),
                 origin: origin.to_string(),
                 hint: nearest(key, SETTINGS.iter().map(|s| s.key)),
-            }
-        })?;
+            })?;
         (setting.set)(&mut self.config, value).map_err(|reason| ConfigError::Value {
             key: key.to_owned(),
             value: value.to_owned(),

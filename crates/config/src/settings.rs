@@ -121,25 +121,117 @@ fn arena(value: &str) -> Result<u64, String> {
 
 /// Every key, in the order of the example file.
 pub static SETTINGS: &[Setting] = &[
-    setting!("model.path", "a fetched model's name, or the path of a .gguf file", model, text, String::clone),
-    setting!("paths.cache_dir", "models fetched by name", cache_dir, path, |p: &PathBuf| show_path(p)),
-    setting!("paths.store_dir", "chunk files and index", store_dir, path, |p: &PathBuf| show_path(p)),
+    setting!(
+        "model.path",
+        "a fetched model's name, or the path of a .gguf file",
+        model,
+        text,
+        String::clone
+    ),
+    setting!(
+        "paths.cache_dir",
+        "models fetched by name",
+        cache_dir,
+        path,
+        |p: &PathBuf| show_path(p)
+    ),
+    setting!("paths.store_dir", "chunk files and index", store_dir, path, |p: &PathBuf| show_path(
+        p
+    )),
     setting!("paths.runtime_dir", "sockets", runtime_dir, path, |p: &PathBuf| show_path(p)),
-    setting!("server.tcp", "loopback address to serve besides the Unix socket", tcp, tcp, String::clone),
-    setting!("prompt.system", "system text of the corpus; part of every chunk's identity", system, text, String::clone),
-    setting!("prompt.introduction", "line before the documents; part of every chunk's identity", introduction, text, String::clone),
+    setting!(
+        "server.tcp",
+        "loopback address to serve besides the Unix socket",
+        tcp,
+        tcp,
+        String::clone
+    ),
+    setting!(
+        "prompt.system",
+        "system text of the corpus; part of every chunk's identity",
+        system,
+        text,
+        String::clone
+    ),
+    setting!(
+        "prompt.introduction",
+        "line before the documents; part of every chunk's identity",
+        introduction,
+        text,
+        String::clone
+    ),
     setting!("chunker.chunk_size", "tokens per chunk", chunk_size, at_least_one, usize::to_string),
-    setting!("chunker.chunk_overlap", "tokens a chunk shares with the one before", chunk_overlap, parse, usize::to_string),
-    setting!("retrieval.top_k", "chunks retrieved for a question", top_k, |t: &str| between(t, 1, 1024), usize::to_string),
-    setting!("reuse.link_tokens", "rows recomputed at the start of every chunk after the first; 0 is independent", link_tokens, parse, u32::to_string),
+    setting!(
+        "chunker.chunk_overlap",
+        "tokens a chunk shares with the one before",
+        chunk_overlap,
+        parse,
+        usize::to_string
+    ),
+    setting!(
+        "retrieval.top_k",
+        "chunks retrieved for a question",
+        top_k,
+        |t: &str| between(t, 1, 1024),
+        usize::to_string
+    ),
+    setting!(
+        "reuse.link_tokens",
+        "rows recomputed at the start of every chunk after the first; 0 is independent",
+        link_tokens,
+        parse,
+        u32::to_string
+    ),
     setting!("arena.size", "shared memory for KV", arena_bytes, arena, |n: &u64| format_bytes(*n)),
     setting!("io.engine", "auto, uring or pread", io_engine, engine, show_engine),
-    setting!("io.depth", "reads in flight", io_depth, |t: &str| between(t, 1, 1024).map(|n| n as u32), u32::to_string),
-    setting!("pipeline.batch_size", "sequences decoded together", batch_size, |t: &str| between(t, 1, 64), usize::to_string),
-    setting!("pipeline.queue", "requests waiting or running; one more is refused", queue, |t: &str| between(t, 1, 4096), usize::to_string),
-    setting!("pipeline.overlap", "prepare the next requests while others decode", overlap, parse, bool::to_string),
-    setting!("pipeline.max_new_tokens", "tokens generated when a request does not say", max_new_tokens, |t: &str| between(t, 1, 1 << 20).map(|n| n as u32), u32::to_string),
-    setting!("threads.loader", "compute threads of the loader; 0 for one per core", loader_threads, parse, usize::to_string),
-    setting!("threads.decoder", "compute threads of the decoder; 0 for one per core", decoder_threads, parse, usize::to_string),
+    setting!(
+        "io.depth",
+        "reads in flight",
+        io_depth,
+        |t: &str| between(t, 1, 1024).map(|n| n as u32),
+        u32::to_string
+    ),
+    setting!(
+        "pipeline.batch_size",
+        "sequences decoded together",
+        batch_size,
+        |t: &str| between(t, 1, 64),
+        usize::to_string
+    ),
+    setting!(
+        "pipeline.queue",
+        "requests waiting or running; one more is refused",
+        queue,
+        |t: &str| between(t, 1, 4096),
+        usize::to_string
+    ),
+    setting!(
+        "pipeline.overlap",
+        "prepare the next requests while others decode",
+        overlap,
+        parse,
+        bool::to_string
+    ),
+    setting!(
+        "pipeline.max_new_tokens",
+        "tokens generated when a request does not say",
+        max_new_tokens,
+        |t: &str| between(t, 1, 1 << 20).map(|n| n as u32),
+        u32::to_string
+    ),
+    setting!(
+        "threads.loader",
+        "compute threads of the loader; 0 for one per core",
+        loader_threads,
+        parse,
+        usize::to_string
+    ),
+    setting!(
+        "threads.decoder",
+        "compute threads of the decoder; 0 for one per core",
+        decoder_threads,
+        parse,
+        usize::to_string
+    ),
     setting!("log.level", "error, warn, info, debug or trace", log, log_level, String::clone),
 ];

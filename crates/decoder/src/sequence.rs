@@ -49,7 +49,8 @@ impl Sequence {
         let control_end = submission.slot_start + submission.control_words * 8;
         let control = SequenceControl::new(region.words(submission.slot_start..control_end)?);
         let record = control.record(submission.sequence)?;
-        let fail = |reason: String| DecoderError::Sequence { sequence: submission.sequence, reason };
+        let fail =
+            |reason: String| DecoderError::Sequence { sequence: submission.sequence, reason };
         let own_layout = KvLayout::new(shape, OWN_DTYPE, record.own_rows);
         let own = region.exclusive(submission.kv_start..submission.slot_end)?;
         if own.len() < own_layout.total_bytes() {
@@ -64,11 +65,8 @@ impl Sequence {
         let (Some(first), Some(last)) = (log.get(0), record.segments.last()) else {
             return Err(fail("it has no first token".into()));
         };
-        let next = ForwardRow {
-            token: first,
-            position: record.position,
-            row: last.first_row + last.rows,
-        };
+        let next =
+            ForwardRow { token: first, position: record.position, row: last.first_row + last.rows };
         let room = record.own_rows.saturating_sub(next.row);
         if room < record.sampling.max_new_tokens.saturating_sub(1) as usize {
             return Err(fail(format!("room for {room} rows")));
@@ -135,8 +133,7 @@ impl Sequence {
         if produced + 1 >= self.record.sampling.max_new_tokens as usize {
             return Some(FinishReason::Length);
         }
-        self.next =
-            ForwardRow { token, position: self.next.position + 1, row: self.next.row + 1 };
+        self.next = ForwardRow { token, position: self.next.position + 1, row: self.next.row + 1 };
         None
     }
 

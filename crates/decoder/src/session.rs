@@ -44,7 +44,10 @@ pub(crate) fn run(side: &Side<'_>, stop: &StopFlag) -> Result<bool, DecoderError
     let region = segment.region();
     let header = Header::verify(region, geometry, side.fingerprint, epoch)?;
     let mut batch = Batch::new(side.model, region, &header, epoch, side.batch_size)?;
-    tracing::info!("session {epoch}: {} in {name}", matkv_config::format_bytes(region.len() as u64));
+    tracing::info!(
+        "session {epoch}: {} in {name}",
+        matkv_config::format_bytes(region.len() as u64)
+    );
     // The session ends when the loader hangs up or this process is asked to stop.
     let ended = StopFlag::default();
     let bell = header.submission_bell()?;
@@ -76,7 +79,7 @@ fn watch(
                 match down.try_recv_timeout(Duration::from_millis(200)) {
                     Ok(_) | Err(ipc_channel::TryRecvError::Empty) => {}
                     Err(_) => {
-                        tracing::warn!("the loader has hung up");
+                        tracing::info!("the loader has hung up");
                         ended.raise();
                     }
                 }

@@ -106,7 +106,9 @@ fn the_reason_is_named() {
 proptest! {
     /// Any bytes: an answer, never a panic, never a large allocation.
     #[test]
-    fn arbitrary_bytes(bytes in proptest::collection::vec(any::<u8>(), 0..9000), keep in 0usize..200) {
+    fn arbitrary_bytes(
+        bytes in proptest::collection::vec(any::<u8>(), 0..9000), keep in 0usize..200,
+    ) {
         let s = sample(3);
         let mut file = s.bytes.clone();
         for (i, b) in bytes.iter().enumerate() {

@@ -44,7 +44,6 @@ pub struct AttentionJob<'a> {
     pub out: &'a mut [f32],
 }
 
-
 struct Plan<'a> {
     segments: Vec<SegmentView<'a>>,
     positions: &'a [usize],
@@ -119,7 +118,13 @@ fn plan<'a>(g: &Geometry, job: AttentionJob<'a>) -> Plan<'a> {
 }
 
 /// Gathers the `rows · group` query rows of one KV head: `[row][head in group][dim]`.
-fn gather(g: &Geometry, s: &SegmentView<'_>, kv_head: usize, first: usize, rows: usize) -> Vec<f32> {
+fn gather(
+    g: &Geometry,
+    s: &SegmentView<'_>,
+    kv_head: usize,
+    first: usize,
+    rows: usize,
+) -> Vec<f32> {
     let (width, run) = (g.heads * g.dim, g.group() * g.dim);
     let mut q = Vec::with_capacity(rows * run);
     for row in first..first + rows {

@@ -60,7 +60,11 @@ impl Isa {
 
 /// Defines `fn $name(isa, args…)` that runs `$body::<L>` compiled for the given instruction set.
 macro_rules! dispatch {
-    ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident => $body:ident ($($arg:ident: $ty:ty),* $(,)?)) => {
+    (
+        $(#[$doc:meta])* $vis:vis unsafe fn $name:ident => $body:ident (
+            $($arg:ident: $ty:ty),* $(,)?
+        )
+    ) => {
         $(#[$doc])*
         $vis unsafe fn $name(isa: $crate::isa::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]

@@ -40,7 +40,9 @@ unsafe fn rms_norm_body<L: Lanes>(x: &[f32], weight: &[f32], epsilon: f32, out: 
 }
 
 dispatch! {
-    unsafe fn rms_norm_row => rms_norm_body(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32])
+    unsafe fn rms_norm_row => rms_norm_body(
+        x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32],
+    )
 }
 
 /// Root-mean-square normalization of each row: `x / sqrt(mean(x²) + ε) · weight`.

@@ -18,12 +18,15 @@ pub fn attention(rows: &[Row<'_>]) -> Vec<f64> {
     let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
     let total: f64 = weights.iter().sum();
     let dim = rows.first().map_or(0, |r| r.v.len());
-    (0..dim).map(|d| rows.iter().zip(&weights).map(|(r, w)| w * r.v[d]).sum::<f64>() / total).collect()
+    (0..dim)
+        .map(|d| rows.iter().zip(&weights).map(|(r, w)| w * r.v[d]).sum::<f64>() / total)
+        .collect()
 }
 
 /// `a[m][k] · wᵀ` with `w[n][k]`.
 pub fn matmul(a: &[f32], w: &[f32], k: usize) -> Vec<f64> {
-    let dot = |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+    let dot =
+        |x: &[f32], y: &[f32]| x.iter().zip(y).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
     a.chunks_exact(k).flat_map(|x| w.chunks_exact(k).map(move |y| dot(x, y))).collect()
 }
 

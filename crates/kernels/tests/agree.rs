@@ -95,7 +95,8 @@ proptest! {
         let width = 48;
         let x: Vec<f32> = vector(&mut r, rows * width).iter().map(|v| v * 100.0).collect();
         let weight = vector(&mut r, width);
-        let gate_up: Vec<f32> = vector(&mut r, rows * 2 * width).iter().map(|v| v * 120.0).collect();
+        let gate_up: Vec<f32> =
+            vector(&mut r, rows * 2 * width).iter().map(|v| v * 120.0).collect();
         let mut first: Option<Vec<u32>> = None;
         for isa in Isa::available() {
             let (mut norm, mut act) = (vec![f32::NAN; rows * width], vec![f32::NAN; rows * width]);

@@ -3,9 +3,7 @@
 mod common;
 
 use common::{Case, Seg, aligned, poison, rng, section, vector};
-use matkv_kernels::{
-    Isa, RopeStyle, RotaryEmbedding, read_k, read_v, reference, write_rows,
-};
+use matkv_kernels::{Isa, RopeStyle, RotaryEmbedding, read_k, read_v, reference, write_rows};
 use matkv_types::{KvDtype, KvLayout, KvShape};
 use rand::rngs::StdRng;
 
@@ -113,7 +111,8 @@ fn every_tile_phase_with_poisoned_neighbours() {
         let (clean, layout) = section(&mut r, SHAPE, dtype, 400);
         let q = vector(&mut r, 3 * DIM);
         for start in 0..64 {
-            for end in [start + 1, start + 2, 64 + start % 63, 128 + (start * 7) % 64, 321 + start] {
+            for end in [start + 1, start + 2, 64 + start % 63, 128 + (start * 7) % 64, 321 + start]
+            {
                 let mut bytes = clean.clone();
                 poison(&mut bytes, &layout, start..end);
                 let rows = end - start;

@@ -92,7 +92,13 @@ pub(crate) struct FillingSlot {
 
 impl FillingSlot {
     /// The bytes are final.
-    pub fn freeze(self, id: ChunkId, kv: Range<usize>, layout: KvLayout, bytes: usize) -> ChunkSlot {
+    pub fn freeze(
+        self,
+        id: ChunkId,
+        kv: Range<usize>,
+        layout: KvLayout,
+        bytes: usize,
+    ) -> ChunkSlot {
         ChunkSlot { slot: self.slot.freeze(), kv, layout, id, bytes, extent: self.extent }
     }
 }

@@ -101,9 +101,8 @@ pub(crate) fn compile_prefix(
     let mut slot = extent.exclusive()?;
     for first in (0..prefix.len()).step_by(ROWS_PER_STEP) {
         let end = (first + ROWS_PER_STEP).min(prefix.len());
-        let rows: Vec<ForwardRow> = (first..end)
-            .map(|i| ForwardRow { token: prefix[i], position: i, row: i })
-            .collect();
+        let rows: Vec<ForwardRow> =
+            (first..end).map(|i| ForwardRow { token: prefix[i], position: i, row: i }).collect();
         let own = Segment { source: Source::Own, first_row: 0, rows: end, position: 0, shift: 0 };
         model.forward(&mut [Step {
             rows: &rows,

@@ -223,8 +223,9 @@ impl Session<'_> {
             return Ok(false);
         }
         let len = ChunkFile::len(self.core.model.kv_shape(), self.core.encoding, tokens.len());
-        let verified = read_whole(&path, len)
-            .and_then(|b| ChunkFile::verify(&b, &self.expectation(*id, tokens)).map_err(|e| e.to_string()));
+        let verified = read_whole(&path, len).and_then(|b| {
+            ChunkFile::verify(&b, &self.expectation(*id, tokens)).map_err(|e| e.to_string())
+        });
         if let Err(reason) = verified {
             tracing::warn!("chunk {id}: {reason}; quarantined, computing anew");
             metrics::counter!(names::QUARANTINED).increment(1);

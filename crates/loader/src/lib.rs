@@ -21,8 +21,10 @@ mod prefill;
 mod request;
 mod retrieve;
 mod run;
+mod serve;
 mod session;
 mod status;
+mod threads;
 mod wire;
 
 /// Models by name, for the command line.

@@ -24,7 +24,7 @@ use crate::core::Core;
 use crate::error::RequestError;
 use crate::prefill::own_slot_bytes;
 use crate::request::{
-    ChunkSource, Lease, OwnSlot, Planned, Resident, RequestState, held_slots, ms_since,
+    ChunkSource, Lease, OwnSlot, Planned, RequestState, Resident, held_slots, ms_since,
 };
 
 /// Where a materialized chunk is sent.
@@ -35,11 +35,7 @@ pub(crate) enum LoadMessage {
     /// Bring a request's chunks in and pass it on.
     Request(Box<Planned>),
     /// Compute a chunk that is not stored yet; the slot comes back filled and sealed.
-    Materialize {
-        id: ChunkId,
-        tokens: Arc<[u32]>,
-        reply: ChunkReply,
-    },
+    Materialize { id: ChunkId, tokens: Arc<[u32]>, reply: ChunkReply },
     /// Chunks that have been deleted from the store.
     Forget(Vec<ChunkId>),
 }
@@ -123,8 +119,8 @@ impl Load {
         while !stop.is_raised() {
             select_biased! {
                 recv(stopped) -> _ => {}
-                recv(self.channels.reads) -> done => if let Ok(done) = done { self.read_done(done) },
-                recv(self.channels.compiled) -> c => if let Ok(c) = c { self.compiled(c) },
+                recv(self.channels.reads) -> r => r.into_iter().for_each(|r| self.read_done(r)),
+                recv(self.channels.compiled) -> c => c.into_iter().for_each(|c| self.compiled(c)),
                 recv(freed) -> _ => {}
                 recv(self.channels.messages) -> message => match message {
                     Ok(message) => self.message(message),
@@ -170,7 +166,8 @@ impl Load {
     fn fits(&self, planned: &Planned) -> Result<(), RequestError> {
         let chunks = planned.chunks.iter().map(|c| size_class(self.file_len(c.tokens.len())));
         let chunks: usize = if planned.mode == Mode::Vanilla { 0 } else { chunks.sum() };
-        let need = chunks + size_class(own_slot_bytes(&self.core, planned)) + self.prefix.range().len();
+        let need =
+            chunks + size_class(own_slot_bytes(&self.core, planned)) + self.prefix.range().len();
         let (have, _) = self.core.arena.usage();
         if need <= have {
             return Ok(());
@@ -211,7 +208,8 @@ impl Load {
 
     /// Nothing that is under way could free memory for this request.
     fn is_stuck(&self, request: &Pending) -> bool {
-        let mine = request.leases.iter().flatten().count() as u64 + u64::from(request.own.is_some());
+        let mine =
+            request.leases.iter().flatten().count() as u64 + u64::from(request.own.is_some());
         let others = self.pending.iter().map(|p| p.leases.iter().flatten().count() as u64);
         self.loading.is_empty() && held_slots() <= mine + others.sum::<u64>()
     }

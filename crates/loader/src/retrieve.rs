@@ -121,11 +121,7 @@ fn named(read: &ReadTxn<'_>, ask: &Ask) -> Result<Vec<(ChunkId, f32)>, RequestEr
     Ok(ids.into_iter().filter(|id| seen.insert(*id)).map(|id| (id, 0.0)).collect())
 }
 
-fn search(
-    core: &Core,
-    read: &ReadTxn<'_>,
-    ask: &Ask,
-) -> Result<Vec<(ChunkId, f32)>, RequestError> {
+fn search(core: &Core, read: &ReadTxn<'_>, ask: &Ask) -> Result<Vec<(ChunkId, f32)>, RequestError> {
     let question = last_question(&ask.messages);
     if ask.top_k == 0 {
         return Ok(Vec::new());

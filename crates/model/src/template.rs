@@ -4,8 +4,8 @@
 //! cut at the markers. So the template's own text is encoded with control tokens, contents are
 //! encoded without, and everything before the documents is the same for every request.
 
-use minijinja::value::Value;
 use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, context};
 
 use crate::error::{ModelError, Result};
@@ -101,4 +101,3 @@ impl ChatTemplate {
             .map_err(|e| ModelError::Template(format!("{e:#}")))
     }
 }
-

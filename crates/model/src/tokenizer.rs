@@ -52,7 +52,9 @@ impl TextTokenizer {
             .collect();
         let (definition, bytes) = match kind.as_str() {
             "gpt2" => (byte_level(gguf, &tokens, &added)?, byte_level_bytes(&tokens, &types)),
-            "llama" => (sentence_piece(gguf, &tokens, &added)?, sentence_piece_bytes(&tokens, &types)),
+            "llama" => {
+                (sentence_piece(gguf, &tokens, &added)?, sentence_piece_bytes(&tokens, &types))
+            }
             other => {
                 return Err(ModelError::Tokenizer(format!(
                     "model {other:?} is not supported; \"gpt2\" and \"llama\" are"

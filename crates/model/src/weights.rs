@@ -47,9 +47,8 @@ impl LlamaWeights {
 
     /// Bytes of packed matrices.
     pub fn bytes(&self) -> usize {
-        let layer = |l: &Layer| {
-            l.qkv.bytes() + l.output.bytes() + l.gate_up.bytes() + l.down.bytes()
-        };
+        let layer =
+            |l: &Layer| l.qkv.bytes() + l.output.bytes() + l.gate_up.bytes() + l.down.bytes();
         self.layers.iter().map(layer).sum::<usize>()
             + self.embedding.bytes()
             + self.head.as_ref().map_or(0, PackedMatrix::bytes)

@@ -119,7 +119,8 @@ impl Bert {
 impl Layer {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let (n, hidden) = x.dims2()?;
-        let heads = |t: Tensor| t.reshape((n, HEADS, hidden / HEADS))?.transpose(0, 1)?.contiguous();
+        let heads =
+            |t: Tensor| t.reshape((n, HEADS, hidden / HEADS))?.transpose(0, 1)?.contiguous();
         let q = heads(self.query.forward(x)?)?;
         let k = heads(self.key.forward(x)?)?;
         let v = heads(self.value.forward(x)?)?;

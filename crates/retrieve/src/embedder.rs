@@ -38,7 +38,8 @@ impl Embedder {
         // The file bakes in truncation at 128 and padding to 128; windows are cut here instead.
         tokenizer.with_truncation(None).map_err(|e| err(e.to_string()))?;
         tokenizer.with_padding(None);
-        let special = |t: &str| tokenizer.token_to_id(t).ok_or_else(|| err(format!("no {t} token")));
+        let special =
+            |t: &str| tokenizer.token_to_id(t).ok_or_else(|| err(format!("no {t} token")));
         let (cls, sep) = (special("[CLS]")?, special("[SEP]")?);
         Ok(Self { bert, tokenizer, cls, sep })
     }

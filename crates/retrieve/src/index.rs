@@ -20,12 +20,8 @@ pub trait VectorIndex: Send + Sync {
     ///
     /// # Errors
     /// If the index refuses; the transaction must then be dropped.
-    fn update(
-        &self,
-        txn: &mut WriteTxn<'_>,
-        add: &[(u32, Vec<f32>)],
-        remove: &[u32],
-    ) -> Result<()>;
+    fn update(&self, txn: &mut WriteTxn<'_>, add: &[(u32, Vec<f32>)], remove: &[u32])
+    -> Result<()>;
 
     /// The `k` nearest vectors, nearest first; fewer if there are fewer.
     ///

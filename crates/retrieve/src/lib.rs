@@ -9,7 +9,7 @@ mod hannoy_index;
 mod index;
 
 pub use chunker::{Chunker, ChunkerError};
-pub use embedder::{Embedder, EMBEDDING_DIM};
+pub use embedder::{EMBEDDING_DIM, Embedder};
 pub use error::{Result, RetrieveError};
 pub use hannoy_index::HannoyIndex;
 pub use index::{Hit, VectorIndex};

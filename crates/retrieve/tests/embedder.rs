@@ -20,8 +20,12 @@ fn embeddings_match_the_reference() {
     let mut compared = 0;
     for case in fixture["cases"].as_array().unwrap() {
         let text = case["text"].as_str().unwrap();
-        let want: Vec<f32> =
-            case["embedding"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap() as f32).collect();
+        let want: Vec<f32> = case["embedding"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|x| x.as_f64().unwrap() as f32)
+            .collect();
         // The reference cuts at 256 tokens where we take the mean of windows.
         if case["ids"].as_array().unwrap().len() >= 256 || text.is_empty() {
             continue;

@@ -124,7 +124,9 @@ mod tests {
         /// Against a plain model: extents never overlap, stay inside, and everything comes back.
         #[test]
         fn extents_are_disjoint_and_all_come_back(
-            ops in proptest::collection::vec((any::<bool>(), 1usize..300_000, any::<usize>()), 1..200)
+            ops in proptest::collection::vec(
+                (any::<bool>(), 1usize..300_000, any::<usize>()), 1..200,
+            )
         ) {
             let range = 8192..8192 + (4 << 20);
             let mut alloc = ExtentAllocator::new(range.clone());
@@ -135,7 +137,8 @@ mod tests {
                         Some(got) => {
                             prop_assert!(got.len() >= len && got.start % PAGE_BYTES == 0);
                             prop_assert!(got.start >= range.start && got.end <= range.end);
-                            prop_assert!(live.iter().all(|l| l.end <= got.start || got.end <= l.start));
+                            let apart = |l: &Range<usize>| l.end <= got.start || got.end <= l.start;
+                            prop_assert!(live.iter().all(apart));
                             live.push(got);
                         }
                         None => prop_assert!(alloc.largest_free() < size_class(len)),

@@ -66,7 +66,8 @@ pub enum GeometryError {
 impl Geometry {
     /// A segment with an arena of at least `arena_bytes`.
     pub fn new(arena_bytes: usize) -> Self {
-        let start = PAGE_BYTES + Self::ring_bytes(SEQUENCES_MAX) + Self::ring_bytes(COMPLETIONS_MAX);
+        let start =
+            PAGE_BYTES + Self::ring_bytes(SEQUENCES_MAX) + Self::ring_bytes(COMPLETIONS_MAX);
         Self { arena_start: start, arena_bytes: align_up(arena_bytes.max(1), PAGE_BYTES) }
     }
 

@@ -122,7 +122,10 @@ impl SequenceRecord {
         let sampling = r.sampling()?;
         let ends_own = segments.last().is_some_and(|s| s.slot.is_none());
         if !ends_own {
-            return Err(RecordError::Invalid { field: "last segment", found: segments.len() as u64 });
+            return Err(RecordError::Invalid {
+                field: "last segment",
+                found: segments.len() as u64,
+            });
         }
         Ok(Self { slots, segments, own_rows, position, sampling })
     }
@@ -172,7 +175,10 @@ impl Reader<'_> {
         let shift = self.next()? as i64;
         let room = slot.map_or(own, |s| slots[s].rows);
         if first_row + rows > room {
-            return Err(RecordError::Invalid { field: "last row", found: (first_row + rows) as u64 });
+            return Err(RecordError::Invalid {
+                field: "last row",
+                found: (first_row + rows) as u64,
+            });
         }
         if shift.unsigned_abs() > 1 << 48 {
             return Err(RecordError::Invalid { field: "shift", found: shift as u64 });
@@ -214,13 +220,8 @@ mod tests {
     use super::*;
 
     fn record() -> SequenceRecord {
-        let slot = SlotRecord {
-            start: 4096,
-            end: 8192,
-            kv_offset: 4096,
-            rows: 300,
-            dtype: KvDtype::Bf16,
-        };
+        let slot =
+            SlotRecord { start: 4096, end: 8192, kv_offset: 4096, rows: 300, dtype: KvDtype::Bf16 };
         let segment = |slot, first_row, rows, position, shift| SegmentRecord {
             slot,
             first_row,

@@ -23,8 +23,7 @@ fn file_error(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) ->
 impl ChunkFiles {
     /// Opens the directory and removes temporary files of a killed writer.
     pub(crate) fn open(store: &Path) -> Result<Self> {
-        let this =
-            Self { root: store.join("chunks"), quarantine: store.join("quarantine") };
+        let this = Self { root: store.join("chunks"), quarantine: store.join("quarantine") };
         for dir in [&this.root, &this.quarantine] {
             std::fs::create_dir_all(dir).map_err(file_error("create", dir))?;
         }
@@ -71,11 +70,9 @@ impl ChunkFiles {
         outcome.map_err(|e| {
             let _ = std::fs::remove_file(&temp);
             match e {
-                StoreError::File { source, .. } if is_full(&source) => StoreError::NoSpace {
-                    chunk: *id,
-                    bytes: bytes.len(),
-                    path: self.root.clone(),
-                },
+                StoreError::File { source, .. } if is_full(&source) => {
+                    StoreError::NoSpace { chunk: *id, bytes: bytes.len(), path: self.root.clone() }
+                }
                 other => other,
             }
         })

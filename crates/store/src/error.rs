@@ -25,7 +25,9 @@ pub enum StoreError {
         source: std::io::Error,
     },
     /// No room for a chunk file; what was written of it has been removed.
-    #[error("no room on the device for chunk {chunk} ({bytes} bytes) in {path}; free space or move paths.store_dir")]
+    #[error(
+        "no room on the device for chunk {chunk} ({bytes} bytes) in {path}; free space or move paths.store_dir"
+    )]
     NoSpace {
         /// The chunk.
         chunk: ChunkId,

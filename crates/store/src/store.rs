@@ -393,4 +393,3 @@ impl<'s> WriteTxn<'s> {
         Ok(self.removed)
     }
 }
-

@@ -105,7 +105,9 @@ where
         if let Some(name) = read_name(runtime) {
             match try_connect::<Up, Down>(&name) {
                 Ok((up, down)) => return Ok((name, up, down)),
-                Err(e) => reason = format!("the loader (process {}) is not reachable: {e}", name.pid),
+                Err(e) => {
+                    reason = format!("the loader (process {}) is not reachable: {e}", name.pid)
+                }
             }
         }
         if Instant::now() >= end {

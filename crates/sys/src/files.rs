@@ -90,7 +90,8 @@ impl FileLock {
             }
             let mut owner = String::new();
             let _ = file.read_to_string(&mut owner);
-            let owner = if owner.trim().is_empty() { "unknown".into() } else { owner.trim().into() };
+            let owner =
+                if owner.trim().is_empty() { "unknown".into() } else { owner.trim().into() };
             return Err(SysError::Locked { path: path.to_owned(), owner });
         }
         let name = |e| SysError::file("write lock", path, e);
@@ -149,7 +150,9 @@ mod tests {
         let path = dir.path().join("LOCK");
         let lock = FileLock::acquire(&path).unwrap();
         match FileLock::acquire(&path) {
-            Err(SysError::Locked { owner, .. }) => assert_eq!(owner, std::process::id().to_string()),
+            Err(SysError::Locked { owner, .. }) => {
+                assert_eq!(owner, std::process::id().to_string())
+            }
             other => panic!("{:?}", other.err()),
         }
         drop(lock);

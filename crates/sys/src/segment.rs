@@ -96,6 +96,12 @@ impl Segment {
         &self.region
     }
 
+    /// Removes the name; the memory goes with its last mapping. For an orderly end, where handles
+    /// may outlive the owner.
+    pub fn remove_name(name: &str) {
+        let _ = std::fs::remove_file(shm_path(name));
+    }
+
     /// Name in /dev/shm.
     pub fn name(&self) -> &str {
         &self.name

@@ -271,7 +271,8 @@ impl Driver {
         if let Some(o) = self.operations[operation].take() {
             let result = o.error.map_or(Ok(()), Err);
             // A loader that is gone needs no completion; the slot is released here.
-            let _ = self.done.send(ReadDone { tag: o.request.tag, target: o.request.target, result });
+            let _ =
+                self.done.send(ReadDone { tag: o.request.tag, target: o.request.target, result });
         }
     }
 

@@ -1,6 +1,7 @@
 //! Metric names, and the recorder and log subscriber of a process.
 #![forbid(unsafe_code)]
 
+use std::io::IsTerminal;
 use std::sync::OnceLock;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
@@ -49,6 +50,7 @@ pub fn init(level: &str) {
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
         .with_target(false)
+        .with_ansi(std::io::stderr().is_terminal())
         .try_init();
     if HANDLE.get().is_none()
         && let Ok(handle) = PrometheusBuilder::new().install_recorder()

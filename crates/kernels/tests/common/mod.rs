@@ -86,8 +86,7 @@ impl Case {
             .segs
             .iter()
             .map(|s| {
-                let angles =
-                    self.rope.angles(self.positions.iter().map(|&p| p as i64 - s.shift));
+                let angles = self.rope.angles(self.positions.iter().map(|&p| p as i64 - s.shift));
                 let mut out = vec![0.0; self.q.len()];
                 for (i, (x, o)) in
                     self.q.chunks_exact(width).zip(out.chunks_exact_mut(width)).enumerate()

@@ -1,0 +1,58 @@
+# `make demo` shows what MatKV does; `make test` checks everything. Both fetch what they need.
+
+CARGO ?= cargo
+PYTHON ?= python3
+CACHE ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/matkv
+PREFIX ?= /usr/local
+export MATKV_REQUIRE_MODELS = 1
+
+.PHONY: demo build test quick unit e2e models deny bench-e2e bench-cold bench-forward install clean
+
+demo: build
+	target/release/matkv demo
+
+build:
+	$(CARGO) build --release --workspace --bins
+
+test: quick unit e2e
+
+# Seconds, after the first build: what most mistakes fail at.
+quick:
+	$(CARGO) fmt --all --check
+	$(CARGO) xtask tidy
+	$(CARGO) clippy --workspace -- -D warnings -D clippy::unwrap_used
+	$(CARGO) clippy --workspace --all-targets -- -D warnings
+	scripts/deny.sh check bans licenses sources
+
+unit: models
+	$(CARGO) nextest run --workspace --exclude matkv-tests
+
+# Two real processes, killed for real.
+e2e: models
+	$(CARGO) build --workspace --bins
+	$(CARGO) nextest run -p matkv-tests
+
+models:
+	$(CARGO) run --quiet --package matkv -- model pull smollm2-135m minilm
+	$(PYTHON) tests/fixtures/scripts/fetch_vocabs.py $(CACHE)/vocabs
+
+# The figures of the README; each prints one JSON object with --format json.
+# DATA is a directory with longbench-hotpotqa unpacked.
+DATA ?= ../shared/data
+bench-e2e: build
+	scripts/bench.sh e2e $(DATA)
+
+bench-cold: build
+	scripts/bench.sh cold $(DATA)
+
+bench-forward:
+	$(CARGO) bench -p matkv-benches --bench forward -- \
+		$(CACHE)/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
+
+install: build
+	install -d $(DESTDIR)$(PREFIX)/bin
+	install -m 755 target/release/matkv target/release/matkv-loader target/release/matkv-decoder \
+		$(DESTDIR)$(PREFIX)/bin
+
+clean:
+	$(CARGO) clean
