@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
+use std::process::ExitCode;
 
 use clap::Parser;
 use matkv_config::Sources;
@@ -21,8 +22,17 @@ struct Args {
     exit_with_loader: bool,
 }
 
-fn main() -> anyhow::Result<()> {
-    let args = Args::parse();
+fn main() -> ExitCode {
+    match run(Args::parse()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("matkv-decoder: {e}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(args: Args) -> anyhow::Result<()> {
     let sources = Sources { file: args.config, preset: args.preset, ..Sources::from_environment() };
     let resolved = sources.resolve()?;
     matkv_telemetry::init(&resolved.config.log);

@@ -22,16 +22,18 @@ pub fn run(resolved: &Resolved) -> anyhow::Result<ExitCode> {
 async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
     let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
     let mut failures = 0;
+    let mut was_ready = false;
     loop {
         let started = Instant::now();
         let mut pair = Pair::start(resolved)?;
         tokio::select! {
             ready = pair.ready(&resolved.config) => match ready {
-                Ok(_) => println!("ready on {}", resolved.config.socket().display()),
-                Err(e) if started.elapsed() < Duration::from_secs(1) || failures > 0 => {
-                    // A loader that refuses its configuration will refuse it again.
-                    return Err(e);
+                Ok(_) => {
+                    was_ready = true;
+                    println!("ready on {}", resolved.config.socket().display());
                 }
+                // A loader that has never been ready refuses its configuration.
+                Err(e) if !was_ready => return Err(e),
                 Err(e) => eprintln!("matkv: {e:#}"),
             },
             _ = term.recv() => return stop(pair),

@@ -92,6 +92,7 @@ impl MatKv for Gateway {
         }
         let admission = self.admit().await?;
         let state = RequestState::new();
+        state.hold(admission);
         let sampling = ask.sampling.clone();
         let incoming = Incoming { ask, state: Arc::clone(&state) };
         // The channel has a place for every admitted request.
@@ -99,10 +100,7 @@ impl MatKv for Gateway {
             return Err(Status::unavailable("the loader is stopping"));
         }
         let (sender, receiver) = mpsc::channel(EVENTS_MAX);
-        tokio::spawn(async move {
-            generate::follow(core, state, sampling, sender).await;
-            drop(admission);
-        });
+        tokio::spawn(generate::follow(core, state, sampling, sender));
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 

@@ -18,10 +18,10 @@ use matkv_telemetry::names;
 use matkv_types::{ChunkId, ContentId};
 use tokio::sync::mpsc;
 
-use crate::arena::ChunkSlot;
 use crate::core::Core;
 use crate::ingest_commit::{Batch, DurableChunk};
 use crate::load::LoadMessage;
+use crate::request::Lease;
 
 /// A document as it arrived.
 pub(crate) struct IncomingDocument {
@@ -52,7 +52,7 @@ pub(crate) struct OpenDocument {
 struct InFlight {
     id: ChunkId,
     tokens: Arc<[u32]>,
-    reply: Receiver<Result<Arc<ChunkSlot>, String>>,
+    reply: Receiver<Result<Lease, String>>,
 }
 
 struct Session<'a> {
@@ -270,15 +270,16 @@ impl Session<'_> {
         // The next chunk starts while this one goes to the device.
         self.issue();
         let count = tokens.len() as u64;
-        let outcome = computed.and_then(|chunk| {
-            let files = self.core.store.files();
-            files.write(&id, chunk.file()).map_err(|e| e.to_string())?;
-            self.durable(id, Arc::clone(&tokens), chunk.file().len())?;
-            Ok(chunk.file().len() as u64)
+        let outcome = computed.and_then(|lease| {
+            let file = lease.chunk().file();
+            self.core.store.files().write(&id, file).map_err(|e| e.to_string())?;
+            self.durable(id, Arc::clone(&tokens), file.len())?;
+            Ok(file.len() as u64)
         });
         match outcome {
             Ok(bytes) => {
                 metrics::counter!(names::MATERIALIZED).increment(1);
+                self.failed.remove(&id);
                 self.summary.chunks_computed += 1;
                 self.summary.tokens_computed += count;
                 self.summary.bytes_written += bytes;

@@ -28,7 +28,7 @@ use crate::request::{
 };
 
 /// Where a materialized chunk is sent.
-pub(crate) type ChunkReply = Sender<Result<Arc<ChunkSlot>, String>>;
+pub(crate) type ChunkReply = Sender<Result<Lease, String>>;
 
 /// What the load thread is asked to do.
 pub(crate) enum LoadMessage {
@@ -211,7 +211,8 @@ impl Load {
         let mine =
             request.leases.iter().flatten().count() as u64 + u64::from(request.own.is_some());
         let others = self.pending.iter().map(|p| p.leases.iter().flatten().count() as u64);
-        self.loading.is_empty() && held_slots() <= mine + others.sum::<u64>()
+        let idle = self.loading.is_empty() && self.replies.is_empty();
+        idle && held_slots() <= mine + others.sum::<u64>()
     }
 
     /// Takes what is there and starts what is not; false if memory or reads ran out.
@@ -334,7 +335,7 @@ impl Load {
                 let replies = self.replies.remove(&compiled.id);
                 let demanded = self.loading.contains_key(&compiled.id);
                 for reply in replies.into_iter().flatten() {
-                    let _ = reply.send(Ok(Arc::clone(&chunk)));
+                    let _ = reply.send(Ok(Lease::new(Arc::clone(&chunk), &self.core.arena)));
                 }
                 if demanded {
                     let source = ChunkSource::Computed;

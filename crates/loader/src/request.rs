@@ -111,6 +111,8 @@ pub(crate) struct RequestState {
     changed: Notify,
     cancelled: AtomicBool,
     control: Mutex<Option<SequenceControl>>,
+    /// What an admitted request occupies in the gateway, until it has ended everywhere.
+    admission: Mutex<Option<Box<dyn Send>>>,
 }
 
 impl RequestState {
@@ -121,7 +123,13 @@ impl RequestState {
             changed: Notify::new(),
             cancelled: AtomicBool::new(false),
             control: Mutex::default(),
+            admission: Mutex::default(),
         })
+    }
+
+    /// Keeps what was admitted until the request ends.
+    pub fn hold(&self, admission: impl Send + 'static) {
+        *self.admission.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(admission));
     }
 
     /// Changes the progress and tells the stream.
@@ -138,6 +146,7 @@ impl RequestState {
 
     /// Ends the request, unless it has ended.
     pub fn end(&self, outcome: Result<FinishReason, RequestError>) {
+        drop(self.admission.lock().unwrap_or_else(PoisonError::into_inner).take());
         self.update(|p| {
             if p.ended.is_none() {
                 p.phases.total_ms = ms_since(self.received);
