@@ -18,6 +18,7 @@ const STOP: Duration = Duration::from_secs(15);
 /// A running loader, which keeps a decoder alive.
 pub struct Pair {
     loader: Child,
+    resolved: PathBuf,
 }
 
 impl Pair {
@@ -26,6 +27,7 @@ impl Pair {
         let runtime = &resolved.config.runtime_dir;
         std::fs::create_dir_all(runtime)
             .with_context(|| format!("cannot create {}", runtime.display()))?;
+        sweep(runtime);
         // One per starter: two `up` on one runtime directory must not mix their files.
         let file = runtime.join(format!("resolved-{}.toml", std::process::id()));
         std::fs::write(&file, resolved.to_toml())
@@ -41,7 +43,7 @@ impl Pair {
         let loader = die_with_parent(&mut command)
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        Ok(Self { loader })
+        Ok(Self { loader, resolved: file })
     }
 
     /// The loader's exit status, if it has ended.
@@ -77,7 +79,20 @@ impl Pair {
     pub fn stop(mut self) -> anyhow::Result<ExitStatus> {
         terminate_and_wait(&mut self.loader, STOP);
         let status = self.loader.wait()?;
+        let _ = std::fs::remove_file(&self.resolved);
         Ok(status)
+    }
+}
+
+/// Removes configurations of starters that are gone.
+fn sweep(runtime: &Path) {
+    let Ok(entries) = std::fs::read_dir(runtime) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let pid = name.strip_prefix("resolved-").and_then(|rest| rest.strip_suffix(".toml"));
+        if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
+            let _ = std::fs::remove_file(entry.path());
+        }
     }
 }
 

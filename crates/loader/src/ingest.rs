@@ -155,7 +155,7 @@ impl Session<'_> {
         if text.trim().is_empty() {
             return Err("the document is empty".into());
         }
-        let tokens = self.core.model.tokenizer.encode(&text).map_err(|e| e.to_string())?;
+        let tokens = self.core.model.tokenizer.encode_inner(&text).map_err(|e| e.to_string())?;
         let windows = self.core.chunker.windows(tokens.len());
         let chunks: Vec<(ChunkId, Arc<[u32]>)> = windows
             .into_iter()

@@ -56,6 +56,7 @@ fn open(config: &Config) -> Result<Opened, LoaderError> {
         LoaderError::Setup(format!("cannot create {}: {e}", config.runtime_dir.display()))
     })?;
     let runtime_lock = FileLock::acquire(&config.runtime_dir.join("LOCK"))?;
+    sweep(&config.runtime_dir);
     let model = Arc::new(LanguageModel::open(&path, Some(&config.cache_dir))?);
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
@@ -103,6 +104,20 @@ fn open(config: &Config) -> Result<Opened, LoaderError> {
         prefix: Arc::new(prefix),
         runtime_lock,
     })
+}
+
+/// Removes sockets of the control channel that a killed process left: directories named `.tmp…`
+/// where the runtime directory is also the temporary one. The runtime lock is ours.
+fn sweep(runtime: &Path) {
+    if std::env::temp_dir() != runtime {
+        return;
+    }
+    let Ok(entries) = std::fs::read_dir(runtime) else { return };
+    for entry in entries.flatten() {
+        if entry.file_name().to_string_lossy().starts_with(".tmp") {
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
 }
 
 /// One name per runtime directory: a restarted loader replaces what a killed one left.

@@ -1,6 +1,6 @@
 //! Shape of a Llama model, and the refusals that keep answers exact.
 
-use matkv_kernels::RotaryEmbedding;
+use matkv_kernels::{RopeStyle, RotaryEmbedding};
 use matkv_types::KvShape;
 
 use crate::error::{ModelError, Result};
@@ -72,7 +72,7 @@ impl LlamaConfig {
             None => gguf.texts("tokenizer.ggml.tokens")?.len(),
         };
         let epsilon = gguf.float(&key("attention.layer_norm_rms_epsilon"))?.unwrap_or(1e-5);
-        let config = Self {
+        let mut config = Self {
             layers: gguf.require_uint(&key("block_count"))?,
             hidden,
             ffn: gguf.require_uint(&key("feed_forward_length"))?,
@@ -82,19 +82,37 @@ impl LlamaConfig {
             vocab,
             context_length: gguf.require_uint(&key("context_length"))?,
             epsilon: epsilon as f32,
-            rope: rope::read(gguf, head_dim)?,
+            rope: RotaryEmbedding::plain(0, 1.0, RopeStyle::Interleaved),
         };
+        // Sizes are believed only after this.
         config.check()?;
+        config.rope = rope::read(gguf, head_dim)?;
+        check_tensors(gguf, &config)?;
         Ok(config)
     }
 
     /// Sizes the kernels rely on.
     fn check(&self) -> Result<()> {
         let fail = |what: String| Err(ModelError::refused(what));
-        if !self.head_dim.is_multiple_of(32) || self.head_dim == 0 {
+        let sizes = [
+            ("block_count", self.layers, 1 << 12),
+            ("embedding_length", self.hidden, 1 << 20),
+            ("feed_forward_length", self.ffn, 1 << 22),
+            ("attention.head_count", self.heads, 1 << 12),
+            ("attention.head_count_kv", self.kv_heads, 1 << 12),
+            ("head dimension", self.head_dim, 1 << 12),
+            ("vocabulary size", self.vocab, 1 << 24),
+            ("context_length", self.context_length, 1 << 32),
+        ];
+        for (name, size, max) in sizes {
+            if size == 0 || size > max {
+                return fail(format!("its {name} is {size}; between 1 and {max} is possible"));
+            }
+        }
+        if !self.head_dim.is_multiple_of(32) {
             return fail(format!("head dimension {} is not a multiple of 32", self.head_dim));
         }
-        if self.kv_heads == 0 || !self.heads.is_multiple_of(self.kv_heads) {
+        if !self.heads.is_multiple_of(self.kv_heads) {
             return fail(format!("{} heads over {} KV heads", self.heads, self.kv_heads));
         }
         if !self.hidden.is_multiple_of(16) || !self.ffn.is_multiple_of(16) {
@@ -102,9 +120,6 @@ impl LlamaConfig {
                 "widths {} and {} must be multiples of 16",
                 self.hidden, self.ffn
             ));
-        }
-        if self.layers == 0 || self.vocab == 0 || self.hidden == 0 || self.ffn == 0 {
-            return fail("a size in its metadata is zero".into());
         }
         Ok(())
     }
@@ -131,15 +146,45 @@ fn refuse_what_shifts_break(gguf: &Gguf, arch: &str) -> Result<()> {
              chunk's state cannot be computed once and moved"
         )));
     }
-    if gguf.tensor_names().any(|n| n.ends_with(".attn_q.bias") || n.ends_with(".attn_norm.bias")) {
-        return Err(ModelError::refused(format!("{arch} with biases is not implemented")));
-    }
     if gguf.keys().any(|k| k.ends_with(".expert_count"))
         && gguf.uint(&format!("{arch}.expert_count"))?.unwrap_or(0) > 0
     {
         return Err(ModelError::refused("mixture-of-experts layers are not implemented"));
     }
     Ok(())
+}
+
+/// A tensor the forward pass does not read would be ignored silently, and answers be wrong.
+fn check_tensors(gguf: &Gguf, config: &LlamaConfig) -> Result<()> {
+    const GLOBAL: [&str; 4] =
+        ["token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight"];
+    const LAYER: [&str; 9] = [
+        "attn_norm.weight",
+        "attn_q.weight",
+        "attn_k.weight",
+        "attn_v.weight",
+        "attn_output.weight",
+        "ffn_norm.weight",
+        "ffn_gate.weight",
+        "ffn_up.weight",
+        "ffn_down.weight",
+    ];
+    let is_known = |name: &str| {
+        let layer = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+        let of_layer = |(i, part): (&str, &str)| {
+            i.parse::<usize>().is_ok_and(|i| i < config.layers) && LAYER.contains(&part)
+        };
+        GLOBAL.contains(&name) || layer.is_some_and(of_layer)
+    };
+    let mut unknown: Vec<&str> = gguf.tensor_names().filter(|n| !is_known(n)).collect();
+    unknown.sort_unstable();
+    match unknown.first() {
+        None => Ok(()),
+        Some(first) => Err(ModelError::refused(format!(
+            "it has {} tensors this implementation would ignore, {first:?} among them",
+            unknown.len()
+        ))),
+    }
 }
 
 fn sliding(arch: &str) -> ModelError {

@@ -2,6 +2,7 @@
 
 use std::fs::File;
 use std::io::BufReader;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 
 use candle_core::Device;
@@ -21,8 +22,11 @@ impl Gguf {
         let file = File::open(path)
             .map_err(|source| ModelError::Read { path: path.to_owned(), source })?;
         let mut reader = BufReader::with_capacity(1 << 20, file);
-        let content = Content::read(&mut reader)
-            .map_err(|e| ModelError::Gguf { path: path.to_owned(), reason: e.to_string() })?;
+        // candle divides by the alignment the file names, which may be zero.
+        let read = AssertUnwindSafe(|| Content::read(&mut reader).map_err(|e| reason(&e)));
+        let content = catch_unwind(read)
+            .unwrap_or_else(|_| Err("its header makes the reader panic".into()))
+            .map_err(|reason| ModelError::Gguf { path: path.to_owned(), reason })?;
         Ok(Self { path: path.to_owned(), content, reader })
     }
 
@@ -113,13 +117,18 @@ impl Gguf {
         let tensor = self
             .content
             .tensor(&mut self.reader, name, &Device::Cpu)
-            .map_err(|e| err(format!("{e} (in {})", self.path.display())))?;
+            .map_err(|e| err(format!("{} (in {})", reason(&e), self.path.display())))?;
         if tensor.shape().dims() != dims {
             return Err(err(format!("expected {dims:?}, found {:?}", tensor.shape().dims())));
         }
-        let dense = tensor.dequantize(&Device::Cpu).map_err(|e| err(e.to_string()))?;
-        dense.flatten_all().and_then(|t| t.to_vec1::<f32>()).map_err(|e| err(e.to_string()))
+        let dense = tensor.dequantize(&Device::Cpu).map_err(|e| err(reason(&e)))?;
+        dense.flatten_all().and_then(|t| t.to_vec1::<f32>()).map_err(|e| err(reason(&e)))
     }
+}
+
+/// candle's own words, without the backtrace it appends when RUST_BACKTRACE is set.
+fn reason(e: &candle_core::Error) -> String {
+    e.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
 pub(crate) fn metadata(key: &str, reason: impl Into<String>) -> ModelError {

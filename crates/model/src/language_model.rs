@@ -7,7 +7,7 @@ use matkv_types::{Digest, Fingerprint, KvShape, LengthPrefixedHasher};
 
 use crate::config::LlamaConfig;
 use crate::digest::file_digest;
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use crate::forward::{Step, forward};
 use crate::gguf::Gguf;
 use crate::prompt::{self, Frame, Message};
@@ -48,6 +48,13 @@ impl LanguageModel {
         let mut gguf = Gguf::open(path)?;
         let config = LlamaConfig::read(&mut gguf)?;
         let tokenizer = TextTokenizer::read(&gguf)?;
+        if tokenizer.vocab_size() > config.vocab {
+            return Err(ModelError::refused(format!(
+                "its vocabulary has {} tokens and its embedding {} rows",
+                tokenizer.vocab_size(),
+                config.vocab
+            )));
+        }
         let eos = tokenizer.end_tokens().first().and_then(|&t| tokenizer.token_text(t));
         let template = ChatTemplate::new(
             gguf.text("tokenizer.chat_template"),
@@ -112,12 +119,5 @@ impl LanguageModel {
     /// Parallel work runs on the rayon pool of the calling thread.
     pub fn forward(&self, steps: &mut [Step<'_>]) -> Vec<Vec<f32>> {
         forward(self.isa, &self.config, &self.weights, steps)
-    }
-}
-
-#[cfg(test)]
-impl LanguageModel {
-    pub(crate) fn template(&self) -> &ChatTemplate {
-        &self.template
     }
 }

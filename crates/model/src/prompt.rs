@@ -64,13 +64,14 @@ pub(crate) fn prefix(
         ));
     }
     let mut ids: Vec<u32> = tokenizer.leading_bos().into_iter().collect();
-    let opening = tokenizer.encode_template(&first.0)?;
+    tokenizer.append_template(&mut ids, &first.0)?;
     // A template may print the BOS itself; it stands at the head once.
-    let skip = usize::from(ids.first().is_some_and(|bos| opening.first() == Some(bos)));
-    ids.extend_from_slice(&opening[skip..]);
-    ids.extend(tokenizer.encode(frame.system)?);
-    ids.extend(tokenizer.encode_template(&first.1)?);
-    ids.extend(tokenizer.encode(frame.introduction)?);
+    if ids.len() > 1 && tokenizer.leading_bos() == Some(ids[1]) {
+        ids.remove(0);
+    }
+    tokenizer.append_text(&mut ids, frame.system)?;
+    tokenizer.append_template(&mut ids, &first.1)?;
+    tokenizer.append_text(&mut ids, frame.introduction)?;
     Ok(ids)
 }
 
@@ -97,11 +98,11 @@ pub(crate) fn rest(
     let roles: Vec<Role> =
         std::iter::once(Role::System).chain(turns.iter().map(|m| m.role)).collect();
     let pieces = template.render(&roles)?.pieces;
-    let mut ids = tokenizer.encode(&format!("\n\n{own_system}{question}"))?;
+    let mut ids = tokenizer.encode_inner(&format!("\n\n{own_system}{question}"))?;
     for (piece, turn) in pieces[2..].iter().zip(turns.iter().skip(1).map(Some).chain([None])) {
-        ids.extend(tokenizer.encode_template(piece)?);
+        tokenizer.append_template(&mut ids, piece)?;
         if let Some(turn) = turn {
-            ids.extend(tokenizer.encode(&turn.content)?);
+            tokenizer.append_text(&mut ids, &turn.content)?;
         }
     }
     Ok(ids)

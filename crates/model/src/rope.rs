@@ -23,8 +23,15 @@ pub(crate) fn read(gguf: &mut Gguf, head_dim: usize) -> Result<RotaryEmbedding> 
         let factors = gguf.tensor("rope_freqs.weight", &[head_dim / 2])?;
         rope.inv_freq.iter_mut().zip(factors).for_each(|(f, by)| *f /= f64::from(by));
     }
-    let factor = gguf.float("llama.rope.scaling.factor")?.unwrap_or(1.0);
-    match gguf.text("llama.rope.scaling.type").unwrap_or("none") {
+    let factor = match gguf.float("llama.rope.scaling.factor")? {
+        Some(factor) => Some(factor),
+        // The name before scaling had types.
+        None => gguf.float("llama.rope.scale_linear")?,
+    };
+    // A factor without a type is linear, as in llama.cpp.
+    let untyped = if factor.is_some() { "linear" } else { "none" };
+    let factor = factor.unwrap_or(1.0);
+    match gguf.text("llama.rope.scaling.type").unwrap_or(untyped) {
         "none" => {}
         "linear" => linear(&mut rope, factor),
         "yarn" => {
@@ -35,6 +42,13 @@ pub(crate) fn read(gguf: &mut Gguf, head_dim: usize) -> Result<RotaryEmbedding> 
         }
         other @ ("longrope" | "dynamic" | "su") => return Err(length_dependent(other)),
         other => return Err(ModelError::refused(format!("RoPE scaling {other:?} is unknown"))),
+    }
+    let sound = |x: f64| x.is_finite() && x > 0.0;
+    if !rope.inv_freq.iter().all(|f| sound(*f)) || !sound(rope.magnitude) {
+        return Err(ModelError::refused(format!(
+            "its RoPE parameters (base {base}, factor {factor}) give frequencies that are not \
+             positive numbers"
+        )));
     }
     Ok(rope)
 }

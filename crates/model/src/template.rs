@@ -9,8 +9,6 @@ use minijinja::value::Value;
 use minijinja::{Environment, Error, ErrorKind, context};
 
 use crate::error::{ModelError, Result};
-#[cfg(test)]
-use crate::prompt::Message;
 use crate::prompt::Role;
 
 /// Used when a model carries no template.
@@ -75,16 +73,6 @@ impl ChatTemplate {
             return Err(ModelError::Template("a message's content appears twice".into()));
         }
         Ok(Rendered { pieces })
-    }
-
-    /// Renders whole messages, as other programs do: for comparison in tests.
-    #[cfg(test)]
-    pub(crate) fn render_messages(&self, messages: &[Message]) -> Result<String> {
-        let list: Vec<Value> = messages
-            .iter()
-            .map(|m| context! { role => m.role.as_str(), content => m.content.clone() })
-            .collect();
-        self.render_text(Value::from(list))
     }
 
     fn render_text(&self, messages: Value) -> Result<String> {

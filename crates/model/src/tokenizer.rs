@@ -18,12 +18,28 @@ use crate::gguf::{Gguf, metadata};
 const TYPE_CONTROL: i64 = 3;
 const TYPE_USER_DEFINED: i64 = 4;
 
-/// Text to ids and ids to bytes.
-pub struct TextTokenizer {
+/// One definition, built twice.
+struct Encoders {
     /// Recognizes control tokens.
     template: Tokenizer,
     /// Takes control tokens for ordinary text.
     text: Tokenizer,
+}
+
+impl Encoders {
+    fn build(definition: &Value) -> Result<Self> {
+        let mut text = build(definition)?;
+        text.set_encode_special_tokens(true);
+        Ok(Self { template: build(definition)?, text })
+    }
+}
+
+/// Text to ids and ids to bytes.
+pub struct TextTokenizer {
+    head: Encoders,
+    /// For text that continues a prompt, where SentencePiece adds no space; absent where that
+    /// makes no difference.
+    inner: Option<Encoders>,
     bytes: Vec<Box<[u8]>>,
     control: Vec<bool>,
     bos: Option<u32>,
@@ -50,10 +66,16 @@ impl TextTokenizer {
             .filter(|&id| is(id, TYPE_CONTROL) || is(id, TYPE_USER_DEFINED))
             .map(|id| added_token(id, &tokens[id], is(id, TYPE_CONTROL)))
             .collect();
-        let (definition, bytes) = match kind.as_str() {
-            "gpt2" => (byte_level(gguf, &tokens, &added)?, byte_level_bytes(&tokens, &types)),
+        let spaced = gguf.flag("tokenizer.ggml.add_space_prefix").unwrap_or(kind == "llama");
+        let (head, inner, bytes) = match kind.as_str() {
+            "gpt2" => {
+                let head = Encoders::build(&byte_level(gguf, &tokens, &added)?)?;
+                (head, None, byte_level_bytes(&tokens, &types))
+            }
             "llama" => {
-                (sentence_piece(gguf, &tokens, &added)?, sentence_piece_bytes(&tokens, &types))
+                let piece = |space| Encoders::build(&sentence_piece(gguf, &tokens, &added, space)?);
+                let inner = spaced.then(|| piece(false)).transpose()?;
+                (piece(spaced)?, inner, sentence_piece_bytes(&tokens, &types))
             }
             other => {
                 return Err(ModelError::Tokenizer(format!(
@@ -61,34 +83,63 @@ impl TextTokenizer {
                 )));
             }
         };
-        let template = build(&definition)?;
-        let mut text = build(&definition)?;
-        text.set_encode_special_tokens(true);
-        let id = |key: &str| gguf.uint(&format!("tokenizer.ggml.{key}"));
-        let bos = id("bos_token_id")?.map(|n| n as u32);
+        let id = |name: &str| token_id(gguf, name, tokens.len());
+        let bos = id("bos_token_id")?;
         let add_bos = gguf.flag("tokenizer.ggml.add_bos_token").unwrap_or(kind == "llama");
         let mut end: Vec<u32> = Vec::new();
         for key in ["eos_token_id", "eot_token_id"] {
-            end.extend(id(key)?.map(|n| n as u32));
+            end.extend(id(key)?);
         }
         for name in ["<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>"] {
-            end.extend(template.token_to_id(name).filter(|&t| is(t as usize, TYPE_CONTROL)));
+            end.extend(head.template.token_to_id(name).filter(|&t| is(t as usize, TYPE_CONTROL)));
         }
         end.sort_unstable();
         end.dedup();
         let control = (0..tokens.len()).map(|i| is(i, TYPE_CONTROL)).collect();
-        let strips_first_space = kind == "llama";
-        Ok(Self { template, text, bytes, control, bos, add_bos, strips_first_space, end })
+        let strips_first_space = inner.is_some();
+        Ok(Self { head, inner, bytes, control, bos, add_bos, strips_first_space, end })
     }
 
-    /// Ids of ordinary text: no BOS, control tokens taken as text.
+    /// Ids of ordinary text that stands alone: no BOS, control tokens taken as text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        encode(&self.text, text)
+        encode(&self.head.text, text)
     }
 
-    /// Ids of template text: control tokens recognized, no BOS.
+    /// Ids of template text at the head of a prompt: control tokens recognized, no BOS.
     pub fn encode_template(&self, text: &str) -> Result<Vec<u32>> {
-        encode(&self.template, text)
+        encode(&self.head.template, text)
+    }
+
+    /// Ids of ordinary text that continues a prompt: a document, a question.
+    pub fn encode_inner(&self, text: &str) -> Result<Vec<u32>> {
+        encode(&self.inner.as_ref().unwrap_or(&self.head).text, text)
+    }
+
+    /// Appends template text to a prompt: control tokens recognized. As in llama.cpp, a
+    /// SentencePiece space is added where text begins the prompt or follows a control token.
+    pub(crate) fn append_template(&self, ids: &mut Vec<u32>, text: &str) -> Result<()> {
+        let Some(inner) = self.inner.as_ref().filter(|_| !self.after_control(ids)) else {
+            ids.extend(self.encode_template(text)?);
+            return Ok(());
+        };
+        let controls = self.control.iter().enumerate().filter(|(_, is)| **is);
+        let texts = controls.filter_map(|(id, _)| self.token_text(id as u32));
+        let at = texts.filter_map(|t| text.find(&t)).min().unwrap_or(text.len());
+        ids.extend(encode(&inner.template, &text[..at])?);
+        ids.extend(self.encode_template(&text[at..])?);
+        Ok(())
+    }
+
+    /// Appends ordinary text to a prompt: control tokens taken as text.
+    pub(crate) fn append_text(&self, ids: &mut Vec<u32>, text: &str) -> Result<()> {
+        let more =
+            if self.after_control(ids) { self.encode(text)? } else { self.encode_inner(text)? };
+        ids.extend(more);
+        Ok(())
+    }
+
+    fn after_control(&self, ids: &[u32]) -> bool {
+        ids.last().is_none_or(|&id| self.control.get(id as usize).copied().unwrap_or(true))
     }
 
     /// The BOS that must head a prompt, unless the model wants none.
@@ -98,7 +149,7 @@ impl TextTokenizer {
 
     /// Text of a token as it stands in the vocabulary.
     pub fn token_text(&self, id: u32) -> Option<String> {
-        self.template.id_to_token(id)
+        self.head.template.id_to_token(id)
     }
 
     /// The text of BOS, for templates.
@@ -128,6 +179,17 @@ impl TextTokenizer {
     /// A decoded text starts with a space the encoder added.
     pub(crate) fn strips_first_space(&self) -> bool {
         self.strips_first_space
+    }
+}
+
+/// The id under `tokenizer.ggml.{name}`, which must be in the vocabulary.
+fn token_id(gguf: &Gguf, name: &str, tokens: usize) -> Result<Option<u32>> {
+    let key = format!("tokenizer.ggml.{name}");
+    match gguf.uint(&key)? {
+        Some(id) if id >= tokens => {
+            Err(metadata(&key, format!("is {id}, the vocabulary has {tokens} tokens")))
+        }
+        id => Ok(id.map(|id| id as u32)),
     }
 }
 
@@ -215,7 +277,7 @@ fn byte_level(gguf: &Gguf, tokens: &[String], added: &[Value]) -> Result<Value> 
 
 /// SentencePiece merges whichever neighbours form the piece of the best score; ranking every way
 /// to split a piece by the piece's score gives the same merges to a BPE.
-fn sentence_piece(gguf: &Gguf, tokens: &[String], added: &[Value]) -> Result<Value> {
+fn sentence_piece(gguf: &Gguf, tokens: &[String], added: &[Value], space: bool) -> Result<Value> {
     let scores = gguf.floats("tokenizer.ggml.scores")?;
     let vocab = vocabulary(tokens);
     let mut merges: Vec<(f32, usize, usize, &str, &str)> = Vec::new();
@@ -237,7 +299,7 @@ fn sentence_piece(gguf: &Gguf, tokens: &[String], added: &[Value]) -> Result<Val
         "byte_fallback": true, "ignore_merges": false, "vocab": vocab, "merges": merges
     });
     let mut steps = Vec::new();
-    if gguf.flag("tokenizer.ggml.add_space_prefix").unwrap_or(true) {
+    if space {
         steps.push(json!({"type": "Prepend", "prepend": "\u{2581}"}));
     }
     steps.push(json!({"type": "Replace", "pattern": {"String": " "}, "content": "\u{2581}"}));

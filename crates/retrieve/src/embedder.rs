@@ -31,7 +31,7 @@ impl Embedder {
     pub fn open(dir: &Path) -> Result<Self> {
         let weights = dir.join("model.safetensors");
         let bert = Bert::open(&weights)
-            .map_err(|e| RetrieveError::Open { path: weights, reason: e.to_string() })?;
+            .map_err(|e| RetrieveError::Open { path: weights, reason: first_line(&e) })?;
         let path = dir.join("tokenizer.json");
         let err = |reason: String| RetrieveError::Open { path: path.clone(), reason };
         let mut tokenizer = Tokenizer::from_file(&path).map_err(|e| err(e.to_string()))?;
@@ -49,7 +49,7 @@ impl Embedder {
     /// # Errors
     /// If the model fails.
     pub fn embed(&self, text: &str) -> Result<Option<Vec<f32>>> {
-        let failed = |e: &dyn std::fmt::Display| RetrieveError::Embed(e.to_string());
+        let failed = |e: &dyn std::fmt::Display| RetrieveError::Embed(first_line(e));
         let ids = self.tokenizer.encode_fast(text, false).map_err(|e| failed(&e))?;
         let windows: Vec<&[u32]> = ids.get_ids().chunks(WINDOW).collect();
         let mut sum = vec![0.0f32; EMBEDDING_DIM];
@@ -62,6 +62,11 @@ impl Embedder {
         }
         Ok(normalize(&mut sum).then_some(sum))
     }
+}
+
+/// An error's own words, without the backtrace candle appends when RUST_BACKTRACE is set.
+fn first_line(e: &dyn std::fmt::Display) -> String {
+    e.to_string().lines().next().unwrap_or_default().to_owned()
 }
 
 /// Scales to length 1; false for a vector without direction.
