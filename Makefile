@@ -2,11 +2,12 @@
 
 CARGO ?= cargo
 PYTHON ?= python3
-CACHE ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/matkv
+XDG_CACHE ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)
+export MATKV_CACHE_DIR ?= $(XDG_CACHE)/matkv
 PREFIX ?= /usr/local
 export MATKV_REQUIRE_MODELS = 1
 
-.PHONY: demo build test quick unit e2e models deny bench-e2e bench-cold bench-forward install clean
+.PHONY: demo build test quick unit e2e nextest models deny bench-e2e bench-cold bench-forward install clean
 
 demo: build
 	target/release/matkv demo
@@ -24,17 +25,22 @@ quick:
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	scripts/deny.sh check bans licenses sources
 
-unit: models
+unit: models nextest
 	$(CARGO) nextest run --workspace --exclude matkv-tests
 
 # Two real processes, killed for real.
-e2e: models
+e2e: models nextest
 	$(CARGO) build --workspace --bins
 	$(CARGO) nextest run -p matkv-tests
 
+NEXTEST_VERSION = 0.9.143
+nextest:
+	@$(CARGO) nextest --version >/dev/null 2>&1 || \
+		$(CARGO) install cargo-nextest --version $(NEXTEST_VERSION) --locked
+
 models:
 	$(CARGO) run --quiet --package matkv -- model pull smollm2-135m minilm
-	$(PYTHON) tests/fixtures/scripts/fetch_vocabs.py $(CACHE)/vocabs
+	$(PYTHON) tests/fixtures/scripts/fetch_vocabs.py $(MATKV_CACHE_DIR)/vocabs
 
 # The figures of the README; each prints one JSON object with --format json.
 # DATA is a directory with longbench-hotpotqa unpacked.
@@ -47,7 +53,7 @@ bench-cold: build
 
 bench-forward:
 	$(CARGO) bench -p matkv-benches --bench forward -- \
-		$(CACHE)/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
+		$(MATKV_CACHE_DIR)/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
 
 install: build
 	install -d $(DESTDIR)$(PREFIX)/bin

@@ -19,7 +19,7 @@ pub struct Args {
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
     /// Where models are cached
-    #[arg(long, global = true)]
+    #[arg(long, global = true, env = "MATKV_CACHE_DIR")]
     pub cache_dir: Option<PathBuf>,
     /// How results are printed
     #[arg(long, global = true, value_enum, default_value = "text")]

@@ -1,6 +1,5 @@
 //! `matkv ask`: one question, streamed; or both modes, compared.
 
-use std::io::Write;
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -11,6 +10,7 @@ use matkv_api::v1::{
 use matkv_config::Config;
 
 use crate::args::{AskOptions, Format};
+use crate::out::{say, say_part};
 use crate::render;
 
 /// Everything a finished request has said.
@@ -36,19 +36,18 @@ pub async fn run(
     let streaming = format == Format::Text;
     let answer = generate(client, request(options), |text| {
         if streaming {
-            print!("{text}");
-            std::io::stdout().flush()?;
+            say_part!("{text}");
         }
         Ok(())
     })
     .await?;
     match format {
         Format::Text => {
-            println!();
+            say!();
             render::sources(&answer);
             render::usage(&answer);
         }
-        Format::Json => println!("{}", render::answer_json(&answer)),
+        Format::Json => say!("{}", render::answer_json(&answer)),
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -120,7 +119,7 @@ async fn verify(client: Client, o: &AskOptions, format: Format) -> anyhow::Resul
     let reused = run(if o.mode == "vanilla" { "matkv" } else { &o.mode }).await?;
     let agreement = Agreement::of(&vanilla, &reused);
     match format {
-        Format::Json => println!(
+        Format::Json => say!(
             "{}",
             serde_json::json!({
                 "vanilla": render::answer_json(&vanilla),
@@ -131,16 +130,16 @@ async fn verify(client: Client, o: &AskOptions, format: Format) -> anyhow::Resul
             })
         ),
         Format::Text => {
-            println!("vanilla: {}", vanilla.text.trim());
-            println!("{}: {}", reused.usage.mode, reused.text.trim());
+            say!("vanilla: {}", vanilla.text.trim());
+            say!("{}: {}", reused.usage.mode, reused.text.trim());
             render::sources(&reused);
-            println!(
+            say!(
                 "first token: KL {:.5}, same top-1: {}, largest logit difference {:.4}",
                 agreement.kl,
                 render::yes_no(agreement.same_top1),
                 agreement.max_difference
             );
-            println!(
+            say!(
                 "answer: {}; the first {} tokens agree",
                 if agreement.same_answer { "identical" } else { "different" },
                 agreement.common_tokens

@@ -15,6 +15,7 @@ use crate::args::{BenchCommand, ColdOptions, E2eOptions, Format};
 use crate::ask::{Answer, generate};
 use crate::figures::{self, Figure};
 use crate::ingest::ingest;
+use crate::out::{say, say_part};
 use crate::pair::{Pair, private};
 use crate::sources::{Source, collect};
 use crate::{demo, fio};
@@ -30,6 +31,11 @@ pub async fn run(
         BenchCommand::Cold(o) => (o.store.as_deref(), "cold"),
     };
     let log = [("log.level", "warn".to_owned())];
+    // Beside the store, on the device that serves it; /tmp may be memory.
+    let beside = resolved.config.store_dir.parent().unwrap_or(Path::new(".")).to_owned();
+    std::fs::create_dir_all(&beside)?;
+    let temporary = tempfile::Builder::new().prefix("bench-").tempdir_in(&beside)?;
+    let store = store.unwrap_or(temporary.path());
     let resolved = private(resolved, directory.path(), store, &log)?;
     let mut pair = Pair::start(&resolved)?;
     let mut notes = Vec::new();
@@ -42,11 +48,11 @@ pub async fn run(
     let threads = Config::threads(resolved.config.loader_threads);
     match format {
         Format::Json => {
-            println!("{:#}", figures::report(name, threads, &figures, &notes));
+            say!("{:#}", figures::report(name, threads, &figures, &notes));
         }
         Format::Text => {
-            print!("{}", figures::text(&figures));
-            notes.iter().for_each(|n| println!("{n}"));
+            say_part!("{}", figures::text(&figures));
+            notes.iter().for_each(|n| say!("{n}"));
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -169,7 +175,11 @@ fn mode_figures(mode: &str, answers: &[Answer], gold: Option<&[String]>) -> Vec<
         Figure::median(named("decode_ms"), &of(|a| a.timings.decode_ms), "ms"),
         Figure::median(named("total_ms"), &of(|a| a.timings.total_ms), "ms"),
         Figure::median(named("prompt_tokens"), &of(|a| f64::from(a.usage.prompt_tokens)), "tokens"),
-        Figure::median(named("cached_tokens"), &of(|a| f64::from(a.usage.cached_tokens)), "tokens"),
+        Figure::median(
+            named("cached_tokens"),
+            &of(|a| f64::from(a.usage.cached_tokens())),
+            "tokens",
+        ),
     ];
     if let Some(gold) = gold {
         let hit = |(a, g): &(&Answer, &String)| a.text.to_lowercase().contains(&g.to_lowercase());

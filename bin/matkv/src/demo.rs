@@ -9,6 +9,7 @@ use matkv_config::{Origin, Resolved};
 use crate::args::DemoOptions;
 use crate::ask::{Answer, generate};
 use crate::model::pull_one;
+use crate::out::{say, say_part};
 use crate::pair::Pair;
 use crate::{ingest, render, sources};
 
@@ -33,7 +34,7 @@ pub async fn run(resolved: &Resolved, options: &DemoOptions) -> anyhow::Result<E
     let stopped = pair.stop()?;
     outcome?;
     anyhow::ensure!(stopped.success(), "the loader ended with {stopped}");
-    println!("both processes stopped");
+    say!("both processes stopped");
     Ok(ExitCode::SUCCESS)
 }
 
@@ -48,13 +49,15 @@ async fn show(
     anyhow::ensure!(skipped.is_empty() && !found.is_empty(), "no documents in {}", options.corpus);
     let (summary, failed) = ingest::ingest(client.clone(), found, "stdin", true).await?;
     anyhow::ensure!(failed.is_empty(), "{}: {}", failed[0].name, failed[0].reason);
-    println!(
+    say!(
         "{} documents: {} chunks computed, {} already there",
-        summary.documents, summary.chunks_computed, summary.chunks_reused
+        summary.documents,
+        summary.chunks_computed,
+        summary.chunks_reused
     );
     let mut rows = Vec::new();
     for question in questions.lines().filter(|l| !l.trim().is_empty()) {
-        println!("\n{question}");
+        say!("\n{question}");
         let mut answers = Vec::new();
         for mode in ["vanilla", "matkv"] {
             let request = GenerateRequest {
@@ -67,16 +70,16 @@ async fn show(
                 ..GenerateRequest::default()
             };
             let answer = generate(client.clone(), request, |_| Ok(())).await?;
-            println!("  {mode:<8} {}", answer.text.trim().replace('\n', " "));
+            say!("  {mode:<8} {}", answer.text.trim().replace('\n', " "));
             answers.push(answer);
         }
         let same = answers[0].tokens == answers[1].tokens;
-        println!("  same answer: {}", render::yes_no(same));
+        say!("  same answer: {}", render::yes_no(same));
         render::sources(&answers[1]);
         rows.push(answers);
     }
-    println!("\nmilliseconds, median of {} questions", rows.len());
-    print!("{}", phases(&rows));
+    say!("\nmilliseconds, median of {} questions", rows.len());
+    say_part!("{}", phases(&rows));
     Ok(())
 }
 

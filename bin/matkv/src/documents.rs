@@ -6,6 +6,7 @@ use matkv_api::v1::{DeleteDocumentRequest, GetStatusRequest, ListDocumentsReques
 use matkv_config::{Config, format_bytes};
 
 use crate::args::{DocsCommand, Format};
+use crate::out::say;
 use crate::render;
 
 pub async fn run(
@@ -24,19 +25,14 @@ pub async fn run(
                         "chunk_ids": d.chunk_ids, "ingested_at": d.ingested_at,
                     })
                 });
-                println!("{}", serde_json::Value::Array(rows.collect()));
+                say!("{}", serde_json::Value::Array(rows.collect()));
                 return Ok(ExitCode::SUCCESS);
             }
             for d in &list.documents {
-                println!(
-                    "{:>8} tokens {:>4} chunks  {}",
-                    d.tokens,
-                    d.chunk_ids.len(),
-                    d.document_id
-                );
+                say!("{:>8} tokens {:>4} chunks  {}", d.tokens, d.chunk_ids.len(), d.document_id);
             }
             if list.documents.is_empty() {
-                println!("no documents; add some with `matkv ingest`");
+                say!("no documents; add some with `matkv ingest`");
             }
             Ok(ExitCode::SUCCESS)
         }
@@ -46,7 +42,7 @@ pub async fn run(
                 let request = DeleteDocumentRequest { document_id: id.clone() };
                 let removed = client.delete_document(request).await?.into_inner();
                 if removed.found {
-                    println!("removed {id} and {} chunks", removed.chunks_removed);
+                    say!("removed {id} and {} chunks", removed.chunks_removed);
                 } else {
                     eprintln!("no document {id:?}; `matkv docs ls` lists them");
                     missing = true;
@@ -61,39 +57,39 @@ pub async fn status(config: &Config, format: Format) -> anyhow::Result<ExitCode>
     let mut client = matkv_api::connect(&config.socket()).await?;
     let s = client.get_status(GetStatusRequest {}).await?.into_inner();
     if format == Format::Json {
-        println!("{}", render::status_json(&s));
+        say!("{}", render::status_json(&s));
         return Ok(ExitCode::SUCCESS);
     }
     let reason = if s.reason.is_empty() { String::new() } else { format!(" ({})", s.reason) };
-    println!("state       {}{reason}", s.state);
-    println!("model       {} · {} kernels", s.model, s.isa);
-    println!("fingerprint {}", &s.fingerprint[..16.min(s.fingerprint.len())]);
-    println!("processes   loader {}, decoder {}, session {}", s.loader_pid, s.decoder_pid, s.epoch);
-    println!("reading     {}", s.io_engine);
-    println!(
+    say!("state       {}{reason}", s.state);
+    say!("model       {} · {} kernels", s.model, s.isa);
+    say!("fingerprint {}", &s.fingerprint[..16.min(s.fingerprint.len())]);
+    say!("processes   loader {}, decoder {}, session {}", s.loader_pid, s.decoder_pid, s.epoch);
+    say!("reading     {}", s.io_engine);
+    say!(
         "store       {} documents, {} chunks, {} tokens, {}",
         s.documents,
         s.chunks,
         s.chunk_tokens,
         format_bytes(s.chunk_bytes)
     );
-    println!("            in {}", s.store_dir);
+    say!("            in {}", s.store_dir);
     if !s.other_fingerprints.is_empty() {
-        println!(
+        say!(
             "            data of other models or prompts, not used: {}",
             s.other_fingerprints.join(", ")
         );
     }
-    println!(
+    say!(
         "arena       {} of {}, {} chunks, {} slots held",
         format_bytes(s.arena_used_bytes),
         format_bytes(s.arena_bytes),
         s.arena_chunks,
         s.held_slots
     );
-    println!("requests    {} running, {} waiting", s.requests_running, s.requests_waiting);
+    say!("requests    {} running, {} waiting", s.requests_running, s.requests_waiting);
     if s.quarantined > 0 {
-        println!("quarantined {} chunk files", s.quarantined);
+        say!("quarantined {} chunk files", s.quarantined);
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -13,6 +13,7 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 
 use crate::args::{Format, IngestOptions};
+use crate::out::say;
 use crate::sources::{Skipped, Source, collect};
 
 /// Exit status when something was skipped: what could be ingested was.
@@ -37,7 +38,7 @@ pub async fn run(
         eprintln!("skipped {}: {}", s.name, s.reason);
     }
     match format {
-        Format::Json => println!("{}", json(&summary, &skipped)),
+        Format::Json => say!("{}", json(&summary, &skipped)),
         Format::Text => print_summary(&summary, skipped.len()),
     }
     Ok(if skipped.is_empty() { ExitCode::SUCCESS } else { ExitCode::from(SKIPPED) })
@@ -56,12 +57,15 @@ fn json(s: &IngestSummary, skipped: &[Skipped]) -> serde_json::Value {
 
 fn print_summary(s: &IngestSummary, skipped: usize) {
     let rate = s.tokens_computed as f64 / s.seconds.max(1e-9);
-    println!(
+    say!(
         "{} documents ({} unchanged, {skipped} skipped), {} chunks computed, {} already there",
-        s.documents, s.unchanged, s.chunks_computed, s.chunks_reused
+        s.documents,
+        s.unchanged,
+        s.chunks_computed,
+        s.chunks_reused
     );
     if s.chunks_computed > 0 {
-        println!(
+        say!(
             "{} tokens in {:.1} s = {rate:.0} tokens/s, {} written",
             s.tokens_computed,
             s.seconds,

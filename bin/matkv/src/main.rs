@@ -10,6 +10,7 @@ mod figures;
 mod fio;
 mod ingest;
 mod model;
+mod out;
 mod pair;
 mod render;
 mod sources;
@@ -25,14 +26,6 @@ fn main() -> ExitCode {
     match run(args) {
         Ok(code) => code,
         Err(e) => {
-            // A reader that closed the pipe has seen enough.
-            let broken_pipe = e
-                .chain()
-                .filter_map(|c| c.downcast_ref::<std::io::Error>())
-                .any(|e| e.kind() == std::io::ErrorKind::BrokenPipe);
-            if broken_pipe {
-                return ExitCode::SUCCESS;
-            }
             eprintln!("matkv: {e:#}");
             ExitCode::FAILURE
         }

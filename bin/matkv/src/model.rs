@@ -6,17 +6,18 @@ use matkv_config::{Config, format_bytes};
 use matkv_loader_core::models::{PULLABLE, PullProgress, pull, pulled};
 
 use crate::args::ModelCommand;
+use crate::out::say;
 
 pub fn run(config: &Config, command: &ModelCommand) -> anyhow::Result<ExitCode> {
     match command {
         ModelCommand::Ls => {
             for model in &PULLABLE {
                 match pulled(&config.cache_dir, model) {
-                    Some(bytes) => println!("{:<14} {}", model.name, format_bytes(bytes)),
-                    None => println!("{:<14} not fetched ({} MB)", model.name, model.megabytes),
+                    Some(bytes) => say!("{:<14} {}", model.name, format_bytes(bytes)),
+                    None => say!("{:<14} not fetched ({} MB)", model.name, model.megabytes),
                 }
             }
-            println!("in {}", config.cache_dir.join("models").display());
+            say!("in {}", config.cache_dir.join("models").display());
         }
         ModelCommand::Pull { names } => names.iter().try_for_each(|n| pull_one(config, n))?,
     }
@@ -30,6 +31,6 @@ pub fn pull_one(config: &Config, name: &str) -> anyhow::Result<()> {
         PullProgress::Fetching(mb) => eprintln!("{name}: fetching {mb} MB"),
         PullProgress::Verifying => eprintln!("{name}: verifying"),
     })?;
-    println!("{}", path.display());
+    say!("{}", path.display());
     Ok(())
 }

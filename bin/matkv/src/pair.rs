@@ -35,10 +35,10 @@ impl Pair {
         let program = sibling("matkv-loader")?;
         let mut command = Command::new(&program);
         command.arg("--config").arg(&file).arg("--spawn-decoder").stdin(Stdio::null());
-        for (name, _) in std::env::vars().filter(|(n, _)| is_setting(n)) {
-            // Already resolved into the file.
-            command.env_remove(name);
-        }
+        // Already resolved into the file.
+        matkv_config::SETTINGS.iter().for_each(|s| {
+            command.env_remove(s.variable());
+        });
         command.env("TMPDIR", runtime);
         let loader = die_with_parent(&mut command)
             .spawn()
@@ -96,10 +96,6 @@ fn sweep(runtime: &Path) {
     }
 }
 
-fn is_setting(variable: &str) -> bool {
-    matkv_config::SETTINGS.iter().any(|s| s.variable() == variable)
-}
-
 fn sibling(name: &str) -> anyhow::Result<PathBuf> {
     let own = std::env::current_exe().context("where this program lives")?;
     let path = own.with_file_name(name);
@@ -109,16 +105,15 @@ fn sibling(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-/// A configuration with its own runtime directory, and its own store unless one is given.
+/// A configuration with its own runtime directory and store.
 pub fn private(
     resolved: &Resolved,
     directory: &Path,
-    store: Option<&Path>,
+    store: &Path,
     more: &[(&str, String)],
 ) -> anyhow::Result<Resolved> {
     let mut resolved = resolved.clone();
     resolved.override_with("paths.runtime_dir", &directory.join("run").display().to_string())?;
-    let store = store.map_or_else(|| directory.join("store"), Path::to_owned);
     resolved.override_with("paths.store_dir", &store.display().to_string())?;
     for (key, value) in more {
         resolved.override_with(key, value)?;

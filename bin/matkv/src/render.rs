@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 
 use crate::args::Format;
 use crate::ask::Answer;
+use crate::out::say;
 
 pub fn yes_no(value: bool) -> &'static str {
     if value { "yes" } else { "no" }
@@ -18,11 +19,11 @@ pub fn config(resolved: &Resolved, format: Format) -> anyhow::Result<ExitCode> {
         let rows = resolved.rows().map(|(s, value, origin)| {
             json!({"key": s.key, "value": value, "origin": origin.to_string(), "help": s.help})
         });
-        println!("{}", Value::Array(rows.collect()));
+        say!("{}", Value::Array(rows.collect()));
         return Ok(ExitCode::SUCCESS);
     }
     for (setting, value, origin) in resolved.rows() {
-        println!("{} = {:?}  # {origin}: {}", setting.key, value, setting.help);
+        say!("{} = {:?}  # {origin}: {}", setting.key, value, setting.help);
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -30,23 +31,27 @@ pub fn config(resolved: &Resolved, format: Format) -> anyhow::Result<ExitCode> {
 /// Where an answer comes from.
 pub fn sources(answer: &Answer) {
     for chunk in &answer.started.chunks {
-        println!(
+        say!(
             "  {:.3} {} #{} ({} tokens, {})",
-            chunk.score, chunk.document_id, chunk.ordinal, chunk.tokens, chunk.source
+            chunk.score,
+            chunk.document_id,
+            chunk.ordinal,
+            chunk.tokens,
+            chunk.source
         );
     }
     if !answer.usage.dropped_chunks.is_empty() {
-        println!("  {} chunks did not fit the context", answer.usage.dropped_chunks.len());
+        say!("  {} chunks did not fit the context", answer.usage.dropped_chunks.len());
     }
 }
 
 pub fn usage(answer: &Answer) {
     let (u, t) = (&answer.usage, &answer.timings);
-    println!(
+    say!(
         "  {}: {} prompt tokens ({} cached), {} answered; first token {:.0} ms, {}",
         u.mode,
         u.prompt_tokens,
-        u.cached_tokens,
+        u.cached_tokens(),
         u.completion_tokens,
         t.first_token_ms,
         answer.reason
@@ -69,7 +74,7 @@ pub fn answer_json(a: &Answer) -> Value {
     json!({
         "text": a.text, "token_ids": a.tokens, "reason": a.reason, "chunks": chunks,
         "usage": {
-            "prompt_tokens": u.prompt_tokens, "cached_tokens": u.cached_tokens,
+            "prompt_tokens": u.prompt_tokens, "cached_tokens": u.cached_tokens(),
             "completion_tokens": u.completion_tokens, "recomputed_rows": u.recomputed_rows,
             "dropped_chunks": u.dropped_chunks, "mode": u.mode,
         },

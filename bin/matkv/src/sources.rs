@@ -35,7 +35,12 @@ pub fn collect(arguments: &[String]) -> anyhow::Result<(Vec<Source>, Vec<Skipped
         if argument == "-" {
             stdin = true;
         } else if path.is_dir() {
-            walk(path, &mut found, &mut skipped, has_text_extension);
+            let before = found.len();
+            walk(path, usize::MAX, &mut found, &mut skipped, has_text_extension);
+            if found.len() == before {
+                let reason = "no .txt or .md file in this directory".into();
+                skipped.push(Skipped { name: argument.clone(), reason });
+            }
         } else if path.exists() {
             found.insert(clean(path));
         } else if argument.contains(['*', '?', '[', '{']) {
@@ -63,11 +68,12 @@ fn clean(path: &Path) -> PathBuf {
 
 fn walk(
     root: &Path,
+    depth: usize,
     found: &mut BTreeSet<PathBuf>,
     skipped: &mut Vec<Skipped>,
     take: impl Fn(&Path) -> bool,
 ) {
-    for entry in WalkDir::new(root).follow_links(true).sort_by_file_name() {
+    for entry in WalkDir::new(root).max_depth(depth).follow_links(true).sort_by_file_name() {
         match entry {
             Ok(entry) if entry.file_type().is_file() && take(entry.path()) => {
                 found.insert(clean(entry.path()));
@@ -98,9 +104,13 @@ fn glob(
         .components()
         .take_while(|c| !c.as_os_str().to_string_lossy().contains(['*', '?', '[', '{']))
         .collect();
+    let fixed_parts = fixed.components().count();
     let root = if fixed.as_os_str().is_empty() { PathBuf::from(".") } else { fixed };
     let before = found.len();
-    walk(&root, found, skipped, |p| matcher.is_match(clean(p)) || matcher.is_match(p));
+    // Without `**` no file below the pattern's own depth can match.
+    let parts = Path::new(pattern).components().count() - fixed_parts;
+    let depth = if pattern.contains("**") { usize::MAX } else { parts };
+    walk(&root, depth, found, skipped, |p| matcher.is_match(clean(p)) || matcher.is_match(p));
     if found.len() == before {
         let reason = "the pattern matches no file".into();
         skipped.push(Skipped { name: pattern.to_owned(), reason });

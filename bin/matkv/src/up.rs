@@ -30,7 +30,7 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
             ready = pair.ready(&resolved.config) => match ready {
                 Ok(_) => {
                     was_ready = true;
-                    println!("ready on {}", resolved.config.socket().display());
+                    note(format_args!("ready on {}", resolved.config.socket().display()));
                 }
                 // A loader that has never been ready refuses its configuration.
                 Err(e) if !was_ready => return Err(e),
@@ -62,9 +62,15 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
 fn stop(pair: Pair) -> anyhow::Result<ExitCode> {
     let status = pair.stop()?;
     if status.success() {
-        println!("stopped");
+        note(format_args!("stopped"));
         return Ok(ExitCode::SUCCESS);
     }
     eprintln!("matkv: the loader ended with {status}");
     Ok(ExitCode::FAILURE)
+}
+
+/// A line for whoever started us; if nobody reads any more, serving goes on.
+fn note(text: std::fmt::Arguments<'_>) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stdout(), "{text}");
 }

@@ -10,6 +10,6 @@ mod stop;
 mod supervisor;
 mod worker;
 
-pub use stop::StopFlag;
+pub use stop::{StopFlag, WakerId};
 pub use supervisor::{Outcome, Supervision, supervise};
 pub use worker::{Policy, ThreadSpec};

@@ -1,13 +1,18 @@
 //! The supervisor of a process: starts its threads in order, restarts or stops by policy.
 
 use std::collections::HashMap;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
 
 use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::stop::StopFlag;
-use crate::worker::{Policy, ThreadSpec, Worker};
+use crate::worker::{Policy, ThreadSpec, Threads, Worker};
+
+/// How long threads may take to return after a stop.
+const JOIN: Duration = Duration::from_secs(10);
 
 /// How the tree ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +36,7 @@ pub struct Supervision {
     actor: ActorRef<()>,
     join: JoinHandle<()>,
     outcome: watch::Receiver<Outcome>,
+    threads: Threads,
 }
 
 struct Supervisor;
@@ -41,6 +47,7 @@ struct State {
     children: HashMap<ActorId, usize>,
     restarts: Vec<u32>,
     outcome: watch::Sender<Outcome>,
+    threads: Threads,
 }
 
 /// Starts the threads under one supervisor.
@@ -49,15 +56,17 @@ struct State {
 /// If a thread cannot be started.
 pub async fn supervise(specs: Vec<ThreadSpec>, stop: StopFlag) -> Result<Supervision, String> {
     let (sender, outcome) = watch::channel(Outcome::Running);
+    let threads = Threads::default();
     let state = State {
         restarts: vec![0; specs.len()],
         specs,
         stop: stop.clone(),
         children: HashMap::new(),
         outcome: sender,
+        threads: Arc::clone(&threads),
     };
     let (actor, join) = Actor::spawn(None, Supervisor, state).await.map_err(|e| e.to_string())?;
-    Ok(Supervision { stop, actor, join, outcome })
+    Ok(Supervision { stop, actor, join, outcome, threads })
 }
 
 impl Supervision {
@@ -72,6 +81,14 @@ impl Supervision {
         self.stop.raise();
         self.actor.stop(None);
         let _ = self.join.await;
+        let threads =
+            std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let joined = tokio::task::spawn_blocking(|| {
+            // A panic has been reported by the thread itself.
+            threads.into_iter().for_each(|t| drop(t.join()));
+        });
+        // A thread that waits for someone else must not keep the process.
+        let _ = tokio::time::timeout(JOIN, joined).await;
         match self.outcome.borrow().clone() {
             Outcome::Running => Outcome::Stopped,
             other => other,
@@ -81,7 +98,7 @@ impl Supervision {
 
 impl State {
     async fn start(&mut self, i: usize, me: &ActorRef<()>) -> Result<(), ActorProcessingErr> {
-        let arguments = (self.specs[i].clone(), self.stop.clone());
+        let arguments = (self.specs[i].clone(), self.stop.clone(), Arc::clone(&self.threads));
         let (child, _) = Actor::spawn_linked(None, Worker, arguments, me.get_cell()).await?;
         self.children.insert(child.get_id(), i);
         Ok(())
@@ -167,7 +184,6 @@ impl Actor for Supervisor {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
@@ -45,37 +45,38 @@ impl ThreadSpec {
 
 pub(crate) struct Worker;
 
-pub(crate) struct WorkerState {
-    thread: Option<JoinHandle<()>>,
-}
+/// Threads of a tree. ractor kills the children of a supervisor that ends, without their
+/// `post_stop`; so the handles are kept here and joined by whoever stops the tree.
+pub(crate) type Threads = Arc<Mutex<Vec<JoinHandle<()>>>>;
 
 /// The thread has ended.
 pub(crate) struct Ended(Result<(), String>);
 
 impl Actor for Worker {
     type Msg = Ended;
-    type State = WorkerState;
-    type Arguments = (ThreadSpec, StopFlag);
+    type State = ();
+    type Arguments = (ThreadSpec, StopFlag, Threads);
 
     async fn pre_start(
         &self,
         myself: ActorRef<Ended>,
-        (spec, stop): Self::Arguments,
-    ) -> Result<WorkerState, ActorProcessingErr> {
+        (spec, stop, threads): Self::Arguments,
+    ) -> Result<(), ActorProcessingErr> {
         let thread = std::thread::Builder::new().name(spec.name.into()).spawn(move || {
             let outcome = catch_unwind(AssertUnwindSafe(|| (spec.run)(stop)));
             let outcome = outcome.unwrap_or_else(|panic| Err(describe(panic.as_ref())));
-            // The actor may be stopping already; it then joins this thread.
+            // The actor may be gone already, when the tree is being stopped.
             let _ = myself.cast(Ended(outcome));
         })?;
-        Ok(WorkerState { thread: Some(thread) })
+        threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        Ok(())
     }
 
     async fn handle(
         &self,
         myself: ActorRef<Ended>,
         Ended(outcome): Ended,
-        _: &mut WorkerState,
+        (): &mut (),
     ) -> Result<(), ActorProcessingErr> {
         match outcome {
             Ok(()) => {
@@ -84,17 +85,6 @@ impl Actor for Worker {
             }
             Err(reason) => Err(reason.into()),
         }
-    }
-
-    async fn post_stop(
-        &self,
-        _: ActorRef<Ended>,
-        state: &mut WorkerState,
-    ) -> Result<(), ActorProcessingErr> {
-        if let Some(thread) = state.thread.take() {
-            let _ = tokio::task::spawn_blocking(move || thread.join()).await;
-        }
-        Ok(())
     }
 }
 

@@ -74,7 +74,11 @@ const OTHER_VARIABLES: [&str; 6] = [
 impl Sources {
     /// With the process's environment.
     pub fn from_environment() -> Self {
-        let environment = std::env::vars().filter(|(k, _)| k.starts_with("MATKV_")).collect();
+        let ours = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
+            let name = name.into_string().ok().filter(|n| n.starts_with("MATKV_"))?;
+            Some((name, value.to_string_lossy().into_owned()))
+        };
+        let environment = std::env::vars_os().filter_map(ours).collect();
         Self { environment, ..Self::default() }
     }
 

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 
 use crate::config::{Config, IoEngine};
-use crate::units::{format_bytes, parse_bytes};
+use crate::units::{exact_bytes, parse_bytes};
 
 /// One key of the configuration.
 pub struct Setting {
@@ -68,7 +68,10 @@ fn path(value: &str) -> Result<PathBuf, String> {
     if value.trim().is_empty() {
         return Err("must not be empty".into());
     }
-    Ok(PathBuf::from(value))
+    match (value.strip_prefix("~/"), std::env::var_os("HOME")) {
+        (Some(rest), Some(home)) => Ok(PathBuf::from(home).join(rest)),
+        _ => Ok(PathBuf::from(value)),
+    }
 }
 
 fn show_path(value: &std::path::Path) -> String {
@@ -182,7 +185,7 @@ pub static SETTINGS: &[Setting] = &[
         parse,
         u32::to_string
     ),
-    setting!("arena.size", "shared memory for KV", arena_bytes, arena, |n: &u64| format_bytes(*n)),
+    setting!("arena.size", "shared memory for KV", arena_bytes, arena, |n: &u64| exact_bytes(*n)),
     setting!("io.engine", "auto, uring or pread", io_engine, engine, show_engine),
     setting!(
         "io.depth",
@@ -202,7 +205,7 @@ pub static SETTINGS: &[Setting] = &[
         "pipeline.queue",
         "requests waiting or running; one more is refused",
         queue,
-        |t: &str| between(t, 1, 4096),
+        |t: &str| between(t, 1, 64),
         usize::to_string
     ),
     setting!(

@@ -28,6 +28,12 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
     Ok(bytes as u64)
 }
 
+/// Writes a byte count that reads back as itself.
+pub(crate) fn exact_bytes(bytes: u64) -> String {
+    let unit = UNITS[..4].iter().rev().find(|(_, factor)| bytes.is_multiple_of(*factor));
+    unit.map_or_else(|| bytes.to_string(), |(name, factor)| format!("{}{name}", bytes / factor))
+}
+
 /// Writes a byte count with three significant digits.
 pub fn format_bytes(bytes: u64) -> String {
     let units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -54,6 +60,8 @@ mod tests {
         assert_eq!(parse_bytes("1.5 GiB"), Ok(3 << 29));
         assert_eq!(parse_bytes("1000"), Ok(1000));
         assert!(parse_bytes("much").is_err() && parse_bytes("-1").is_err());
+        assert_eq!(exact_bytes(1500 << 20), "1500MiB");
+        assert_eq!(exact_bytes(12_345), "12345");
         assert_eq!(format_bytes(512), "512 B");
         assert_eq!(format_bytes(23_592_960), "22.5 MiB");
         assert_eq!(format_bytes(1 << 30), "1.00 GiB");

@@ -38,7 +38,9 @@ async fn supervised(
     model: Arc<LanguageModel>,
 ) -> Result<(), DecoderError> {
     let stop = StopFlag::default();
-    let session = ThreadSpec::new("session", Policy::Restart { times: 3 }, move |stop| {
+    // A session that broke cannot be taken up again in this process; the loader, or the service
+    // manager, starts another.
+    let session = ThreadSpec::new("session", Policy::Fatal, move |stop| {
         sessions(&config, options, &model, &stop).map_err(|e| e.to_string())
     });
     let threads = |e: String| DecoderError::Threads(e);

@@ -65,6 +65,9 @@ impl Sequence {
         let (Some(first), Some(last)) = (log.get(0), record.segments.last()) else {
             return Err(fail("it has no first token".into()));
         };
+        if first as usize >= model.config.vocab {
+            return Err(fail(format!("token {first} is not in the vocabulary")));
+        }
         let next =
             ForwardRow { token: first, position: record.position, row: last.first_row + last.rows };
         let room = record.own_rows.saturating_sub(next.row);

@@ -52,13 +52,15 @@ pub(crate) fn run(side: &Side<'_>, stop: &StopFlag) -> Result<bool, DecoderError
     let ended = StopFlag::default();
     let bell = header.submission_bell()?;
     let (outer, inner, ring) = (stop.clone(), ended.clone(), bell.clone());
-    outer.on_raise(move || {
+    let waker = outer.on_raise(move || {
         inner.raise();
         ring.ring();
     });
     let watch = watch(up, down, ended.clone(), move || bell.ring())?;
     let outcome = side.pool.install(|| batch.run(&ended));
     ended.raise();
+    // It holds the segment, which must go with the session.
+    stop.forget(waker);
     drop(batch);
     // The watch thread ends at the loader's hang-up, or with the process.
     drop(watch);

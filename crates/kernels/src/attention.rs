@@ -107,6 +107,10 @@ fn plan<'a>(g: &Geometry, job: AttentionJob<'a>) -> Plan<'a> {
     let mut blocks = Vec::new();
     for (i, s) in job.segments.iter().enumerate() {
         assert_eq!(s.queries.len(), job.out.len(), "query size of segment {i}");
+        let shape = s.layout.shape;
+        let same =
+            shape.kv_heads == g.kv_heads && shape.head_dim == g.dim && g.layer < shape.layers;
+        assert!(same, "segment {i}: another shape");
         assert!(s.section.len() >= s.layout.total_bytes(), "segment {i}: section too short");
         assert!(s.first_row + s.rows <= s.layout.rows, "segment {i}: rows past the slot's end");
         assert!((s.section.as_ptr() as usize).is_multiple_of(4), "segment {i}: misaligned");

@@ -2,9 +2,14 @@
 
 use std::sync::OnceLock;
 
-/// An instruction set the kernels have a version for.
+/// An instruction set this CPU has. Values come from [`Isa::available`] and [`Isa::detect`] only,
+/// which is what makes running a kernel on one sound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Isa {
+pub struct Isa(pub(crate) Kind);
+
+/// The sets the kernels have a version for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
     /// Plain Rust: sixteen-element arrays.
     Portable,
     /// AVX2 with FMA.
@@ -22,7 +27,7 @@ impl Isa {
             Self::available()
                 .into_iter()
                 .find(|isa| wanted.as_deref().is_none_or(|w| isa.name() == w))
-                .unwrap_or(Self::Portable)
+                .unwrap_or(Self(Kind::Portable))
         })
     }
 
@@ -38,22 +43,22 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
             {
-                sets.push(Self::Avx512);
+                sets.push(Self(Kind::Avx512));
             }
             if avx2 {
-                sets.push(Self::Avx2);
+                sets.push(Self(Kind::Avx2));
             }
         }
-        sets.push(Self::Portable);
+        sets.push(Self(Kind::Portable));
         sets
     }
 
     /// Name in reports and in `MATKV_ISA`.
     pub fn name(self) -> &'static str {
-        match self {
-            Self::Portable => "portable",
-            Self::Avx2 => "avx2",
-            Self::Avx512 => "avx512",
+        match self.0 {
+            Kind::Portable => "portable",
+            Kind::Avx2 => "avx2",
+            Kind::Avx512 => "avx512",
         }
     }
 }
@@ -79,14 +84,14 @@ macro_rules! dispatch {
                 // SAFETY: same contract as the caller's; the features are enabled here.
                 unsafe { $body::<$crate::lanes_avx512::Avx512>($($arg),*) }
             }
-            match isa {
-                // SAFETY: `Isa` values other than `Portable` come from `Isa::available`, which
+            match isa.0 {
+                // SAFETY: `Isa` values come from `Isa::available`, which
                 // checks the CPU; the rest of the contract is the caller's.
                 #[cfg(target_arch = "x86_64")]
-                $crate::isa::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::isa::Kind::Avx512 => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::isa::Isa::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::isa::Kind::Avx2 => unsafe { avx2($($arg),*) },
                 // SAFETY: needs no CPU feature; the rest of the contract is the caller's.
                 _ => unsafe { $body::<$crate::lanes::Portable>($($arg),*) },
             }

@@ -70,6 +70,10 @@ impl Extent {
         &self.arena.region
     }
 
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
     /// The whole extent, to write.
     pub fn exclusive(&self) -> Result<SlotMut, SysError> {
         self.arena.region.exclusive(self.range.clone())

@@ -23,6 +23,8 @@ use crate::wire;
 
 /// Bytes of one document; what does not fit in memory a few times over is refused.
 const DOCUMENT_BYTES_MAX: usize = 256 << 20;
+/// An LMDB key has 511 bytes, and one key is a chunk id and a document id.
+const DOCUMENT_ID_BYTES_MAX: usize = 511 - 32;
 /// Events waiting for a slow client before its own stream waits.
 const EVENTS_MAX: usize = 64;
 
@@ -207,8 +209,11 @@ fn document_text(id: &str, bytes: Vec<u8>, too_long: bool) -> Result<String, Str
     if id.is_empty() {
         return Err("the document has no id".into());
     }
-    if id.len() > 480 {
-        return Err(format!("its id has {} bytes, at most 480 are possible", id.len()));
+    if id.len() > DOCUMENT_ID_BYTES_MAX {
+        let found = id.len();
+        return Err(format!(
+            "its id has {found} bytes, at most {DOCUMENT_ID_BYTES_MAX} are possible"
+        ));
     }
     if too_long {
         return Err(format!("it is longer than {DOCUMENT_BYTES_MAX} bytes; split it"));

@@ -103,7 +103,7 @@ async fn finish(
     }
     let usage = v1::Usage {
         prompt_tokens: started.prompt_tokens as u32,
-        cached_tokens: started.cached_tokens as u32,
+        cached_tokens: Some(started.cached_tokens as u32),
         completion_tokens: tokens as u32,
         recomputed_rows: started.recomputed_rows as u32,
         dropped_chunks: started.dropped.iter().map(ToString::to_string).collect(),

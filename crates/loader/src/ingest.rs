@@ -8,7 +8,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, Sender, bounded};
+use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, select_biased};
 use matkv_api::v1::{DocumentDone, IngestEvent, IngestSummary, Progress, ingest_event::Event};
 use matkv_format::{ChunkFile, Expectation};
 use matkv_model::Detokenizer;
@@ -17,6 +17,7 @@ use matkv_sys::{DirectFile, Region};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, ContentId};
 use tokio::sync::mpsc;
+use tokio::sync::mpsc::error::TrySendError;
 
 use crate::core::Core;
 use crate::ingest_commit::{Batch, DurableChunk};
@@ -41,6 +42,10 @@ const LOOKAHEAD: usize = 2;
 /// chunks, or this much time.
 const COMMIT_CHUNKS: usize = 32;
 const COMMIT_AFTER: Duration = Duration::from_secs(5);
+/// How long a client may leave an event unread.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a client may send nothing while nothing is being worked on.
+const SILENCE: Duration = Duration::from_secs(300);
 
 /// A document whose chunks are not all durable yet.
 pub(crate) struct OpenDocument {
@@ -57,6 +62,9 @@ struct InFlight {
 
 struct Session<'a> {
     core: &'a Core,
+    stopped: &'a Receiver<()>,
+    /// The client has gone, or does not read.
+    gone: bool,
     load: &'a Sender<LoadMessage>,
     events: mpsc::Sender<IngestEvent>,
     todo: VecDeque<(ChunkId, Arc<[u32]>)>,
@@ -71,13 +79,28 @@ struct Session<'a> {
     last_commit: Instant,
 }
 
-/// Runs sessions one after another until the gateway is gone.
-pub(crate) fn run(core: &Core, sessions: &Receiver<IngestSession>, load: &Sender<LoadMessage>) {
-    for session in sessions {
+/// Runs sessions one after another until stopped, or until the gateway is gone. If one panics its
+/// client sees the stream end without a summary, and the thread is restarted.
+pub(crate) fn run(
+    core: &Core,
+    sessions: &Receiver<IngestSession>,
+    load: &Sender<LoadMessage>,
+    stopped: &Receiver<()>,
+) {
+    loop {
+        let session = select_biased! {
+            recv(stopped) -> _ => return,
+            recv(sessions) -> session => match session {
+                Ok(session) => session,
+                Err(_) => return,
+            },
+        };
         let IngestSession { documents, events } = session;
         let started = Instant::now();
         let mut s = Session {
             core,
+            stopped,
+            gone: false,
             load,
             events,
             todo: VecDeque::new(),
@@ -97,9 +120,30 @@ pub(crate) fn run(core: &Core, sessions: &Receiver<IngestSession>, load: &Sender
 }
 
 impl Session<'_> {
-    /// A slow client holds its own session up, nobody else; a gone one ends it.
-    fn send(&self, event: Event) -> bool {
-        self.events.blocking_send(IngestEvent { event: Some(event) }).is_ok()
+    /// Tells the client. One that does not read for [`PATIENCE`] counts as gone: its session must
+    /// not keep others from ingesting.
+    fn send(&mut self, event: Event) {
+        let mut next = (!self.gone).then_some(IngestEvent { event: Some(event) });
+        let end = Instant::now() + PATIENCE;
+        while let Some(message) = next.take() {
+            match self.events.try_send(message) {
+                Ok(()) => {}
+                Err(TrySendError::Full(back)) if Instant::now() < end => {
+                    next = Some(back);
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                Err(_) => self.gone = true,
+            }
+        }
+    }
+
+    /// The next document, or none when the client is done, gone, or silent for too long.
+    fn next_document(&self, documents: &Receiver<IncomingDocument>) -> Option<IncomingDocument> {
+        select_biased! {
+            recv(self.stopped) -> _ => None,
+            recv(documents) -> document => document.ok(),
+            default(SILENCE) => None,
+        }
     }
 
     fn work(&mut self, documents: &Receiver<IncomingDocument>) {
@@ -110,7 +154,7 @@ impl Session<'_> {
                 let idle = self.todo.is_empty() && self.in_flight.is_empty();
                 let next = if idle {
                     self.commit_ready(true);
-                    documents.recv().map_err(|_| true)
+                    self.next_document(documents).ok_or(true)
                 } else {
                     documents.try_recv().map_err(|e| e.is_disconnected())
                 };
@@ -125,7 +169,7 @@ impl Session<'_> {
             self.issue();
             self.finish_one();
             self.commit_ready(false);
-            if self.events.is_closed() {
+            if self.gone || self.events.is_closed() || self.is_stopped() {
                 break;
             }
         }
@@ -188,6 +232,10 @@ impl Session<'_> {
         self.open.push_back(OpenDocument { record, missing, computed: 0 });
         self.report();
         Ok(())
+    }
+
+    fn is_stopped(&self) -> bool {
+        matches!(self.stopped.try_recv(), Err(TryRecvError::Disconnected))
     }
 
     fn is_under_way(&self, id: &ChunkId) -> bool {
@@ -300,8 +348,9 @@ impl Session<'_> {
         self.report();
     }
 
+    /// Progress is only news: where the client has not read the last, the next will do.
     fn report(&self) {
-        self.send(Event::Progress(self.progress));
+        let _ = self.events.try_send(IngestEvent { event: Some(Event::Progress(self.progress)) });
     }
 
     fn commit_ready(&mut self, now: bool) {

@@ -56,6 +56,9 @@ impl Batch {
                 None => good.push(document),
             }
         }
+        let (good, lost) = self.split_lost(core, good);
+        let gone = "a chunk it shares was deleted meanwhile; ingest it again";
+        out.extend(lost.iter().map(|d| (done(d, gone.into(), false), Vec::new())));
         if good.is_empty() {
             return out;
         }
@@ -74,6 +77,20 @@ impl Batch {
             }
         }
         out
+    }
+
+    /// Documents that count on a chunk somebody has deleted since they were planned.
+    fn split_lost(
+        &self,
+        core: &Core,
+        documents: Vec<OpenDocument>,
+    ) -> (Vec<OpenDocument>, Vec<OpenDocument>) {
+        let Ok(read) = core.store.read() else { return (documents, Vec::new()) };
+        let there = |id: &ChunkId| {
+            let known = self.chunks.contains_key(id) || read.chunk(id).is_ok_and(|c| c.is_some());
+            known && core.store.files().path(id).exists()
+        };
+        documents.into_iter().partition(|d| d.record.chunks.iter().all(there))
     }
 
     fn try_commit(
@@ -118,10 +135,8 @@ impl Batch {
             let (id, file_bytes) = (*id, chunk.bytes);
             txn.put_chunk(&NewChunk { id, tokens, file_bytes, vector: number }).map_err(text)?;
         }
-        let mut gone = Vec::new();
-        for document in &changed {
-            gone.extend(txn.put_document(&document.record).map_err(text)?);
-        }
+        let records: Vec<_> = changed.iter().map(|d| &d.record).collect();
+        let gone = txn.put_documents(&records).map_err(text)?;
         core.index.update(&mut txn, &vectors, &gone).map_err(|e| e.to_string())?;
         let removed = txn.commit().map_err(text)?;
         taken.iter().for_each(|id| {

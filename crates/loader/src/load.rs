@@ -5,14 +5,16 @@
 //! it from taking one, so it cannot starve. "No free slot" here is the only back-pressure point.
 
 use std::collections::{HashMap, VecDeque};
+use std::fs::File;
+use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, select_biased};
 use matkv_actors::StopFlag;
 use matkv_format::{ChunkFile, Expectation};
 use matkv_ring::size_class;
-use matkv_sys::{DirectFile, ReadDone, ReadEngine, ReadRequest};
+use matkv_sys::{DirectFile, ReadDone, ReadEngine, ReadRequest, SysError};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, FinishReason, KvDtype, KvLayout, Mode};
 
@@ -40,14 +42,54 @@ pub(crate) enum LoadMessage {
     Forget(Vec<ChunkId>),
 }
 
-/// Reads in flight; the completion channel has room for all of them.
-pub(crate) const READS_MAX: usize = 64;
+/// Chunks being read or computed for requests; the completion channels have room for all.
+pub(crate) const LOADS_MAX: usize = 64;
+/// How soon a request whose client has gone stops waiting for memory.
+const SWEEP: Duration = Duration::from_millis(100);
+/// With nothing waiting there is nothing to sweep.
+const NOTHING_TO_SWEEP: Duration = Duration::from_secs(3600);
+
+/// Why a chunk file is not used.
+#[derive(Debug, thiserror::Error)]
+enum Unusable {
+    #[error("its file is missing")]
+    Missing,
+    /// The file is wrong: kept aside, replaced.
+    #[error("{0}")]
+    Damaged(String),
+    /// The system would not read it; it may be whole.
+    #[error("cannot be read: {0}")]
+    Unreadable(String),
+}
+
+/// Opens a chunk file of exactly this length.
+fn open_chunk(path: &Path, len: usize) -> Result<File, Unusable> {
+    let unreadable = |e: &dyn std::fmt::Display| Unusable::Unreadable(e.to_string());
+    let file = match DirectFile::open(path) {
+        Ok(opened) => opened.file,
+        Err(SysError::File { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
+            return Err(Unusable::Missing);
+        }
+        Err(e) => return Err(unreadable(&e)),
+    };
+    let found = file.metadata().map_err(|e| unreadable(&e))?.len();
+    if found != len as u64 {
+        return Err(Unusable::Damaged(format!("file of {found} bytes, expected {len}")));
+    }
+    Ok(file)
+}
 
 struct Pending {
     planned: Planned,
     started: Instant,
     leases: Vec<Option<Lease>>,
     own: Option<OwnSlot>,
+}
+
+impl Pending {
+    fn holds(&self) -> bool {
+        self.own.is_some() || self.leases.iter().any(Option::is_some)
+    }
 }
 
 struct Loading {
@@ -117,6 +159,7 @@ impl Load {
     pub fn run(&mut self, stop: &StopFlag, stopped: &Receiver<()>) {
         let freed = self.core.arena.signals().clone();
         while !stop.is_raised() {
+            let sweep = if self.pending.is_empty() { NOTHING_TO_SWEEP } else { SWEEP };
             select_biased! {
                 recv(stopped) -> _ => {}
                 recv(self.channels.reads) -> r => r.into_iter().for_each(|r| self.read_done(r)),
@@ -126,6 +169,7 @@ impl Load {
                     Ok(message) => self.message(message),
                     Err(_) => return,
                 },
+                default(sweep) => {}
             }
             self.pump();
             let resident = self.cache.len() as u64;
@@ -135,6 +179,9 @@ impl Load {
             let reason = "the loader is stopping".into();
             pending.planned.state.end(Err(RequestError::Unavailable(reason)));
         }
+        // Whoever waits for a chunk hears that none will come.
+        self.replies.clear();
+        self.materialize.clear();
     }
 
     fn message(&mut self, message: LoadMessage) {
@@ -180,19 +227,28 @@ impl Load {
 
     /// Moves everything that can move.
     fn pump(&mut self) {
-        let mut waiting = std::mem::take(&mut self.pending);
+        let (gone, mut waiting): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.pending)
+            .into_iter()
+            .partition(|r: &Pending| r.planned.state.is_cancelled());
+        for request in gone {
+            let state = Arc::clone(&request.planned.state);
+            drop(request);
+            state.end(Ok(FinishReason::Cancelled));
+        }
         let mut blocked = false;
         while let Some(mut request) = waiting.pop_front() {
-            if request.planned.state.is_cancelled() {
-                request.planned.state.end(Ok(FinishReason::Cancelled));
-                continue;
-            }
+            let mut stuck = false;
             blocked = !self.advance(&mut request);
+            if blocked {
+                (blocked, stuck) = self.advance_alone(&mut request, &mut waiting);
+            }
             if request.own.is_some() && request.leases.iter().all(Option::is_some) {
                 self.hand_on(request);
-            } else if blocked && self.is_stuck(&request) {
+            } else if stuck {
                 let reason = "the arena is too fragmented for this request; raise arena.size";
-                request.planned.state.end(Err(RequestError::Exhausted(reason.into())));
+                let state = Arc::clone(&request.planned.state);
+                drop(request);
+                state.end(Err(RequestError::Exhausted(reason.into())));
             } else {
                 self.pending.push_back(request);
             }
@@ -206,13 +262,26 @@ impl Load {
         }
     }
 
-    /// Nothing that is under way could free memory for this request.
-    fn is_stuck(&self, request: &Pending) -> bool {
-        let mine =
-            request.leases.iter().flatten().count() as u64 + u64::from(request.own.is_some());
-        let others = self.pending.iter().map(|p| p.leases.iter().flatten().count() as u64);
+    /// The first request gets what those behind it hold; they take it again later. Returns
+    /// whether it is still blocked, and whether nothing under way could ever free memory for it.
+    fn advance_alone(
+        &mut self,
+        request: &mut Pending,
+        behind: &mut VecDeque<Pending>,
+    ) -> (bool, bool) {
+        for other in behind.iter_mut() {
+            other.leases.iter_mut().for_each(|l| *l = None);
+            other.own = None;
+        }
+        let others = |r: &Pending| {
+            let mine = r.leases.iter().flatten().count() as u64 + u64::from(r.own.is_some());
+            held_slots() - mine
+        };
+        // Read before the attempt: what is freed after it brings a signal, and another attempt.
+        let (held, earlier) = (others(request), self.pending.iter().any(Pending::holds));
         let idle = self.loading.is_empty() && self.replies.is_empty();
-        idle && held_slots() <= mine + others.sum::<u64>()
+        let blocked = !self.advance(request);
+        (blocked, blocked && idle && held == 0 && !earlier)
     }
 
     /// Takes what is there and starts what is not; false if memory or reads ran out.
@@ -246,33 +315,26 @@ impl Load {
         request.own.is_some()
     }
 
-    /// Starts reading a chunk file; false if there is no slot or no place in the queue.
+    /// Starts reading a chunk file; false if there is no slot or too much is under way.
     fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>) -> bool {
-        if self.reads.len() >= READS_MAX {
+        if self.loading.len() >= LOADS_MAX {
             return false;
         }
         let len = self.file_len(tokens.len());
         let Some(extent) = self.cache.allocate(&self.core.arena, len) else { return false };
-        let opened = DirectFile::open(&self.core.store.files().path(&id));
-        let file = opened.ok().filter(|f| f.file.metadata().is_ok_and(|m| m.len() == len as u64));
         let Ok(target) = extent.exclusive() else { return false };
         let source = ChunkSource::Flash;
-        match file {
-            Some(file) => {
+        match open_chunk(&self.core.store.files().path(&id), len) {
+            Ok(file) => {
                 self.next_read += 1;
                 self.reads.insert(self.next_read, id);
                 self.loading.insert(id, Loading { tokens, extent: Some(extent), source });
-                let file = Arc::new(file.file);
+                let file = Arc::new(file);
                 self.engine.submit(ReadRequest { tag: self.next_read, file, len, target });
             }
-            None => {
-                tracing::warn!("chunk {id}: its file is missing or of the wrong size; recomputing");
-                // A file of the wrong size is kept aside; a missing one is no error there.
-                if let Err(e) = self.core.store.files().quarantine(&id) {
-                    tracing::warn!("chunk {id}: {e}");
-                }
+            Err(reason) => {
                 self.loading.insert(id, Loading { tokens, extent: None, source });
-                self.compute_instead(id, FillingSlot { slot: target, extent });
+                self.compute_instead(id, FillingSlot { slot: target, extent }, reason);
             }
         }
         true
@@ -285,10 +347,13 @@ impl Load {
         let tokens = Arc::clone(&loading.tokens);
         let filling = FillingSlot { slot: done.target, extent };
         let expect = self.expectation(id, &tokens);
-        let verified = done
-            .result
-            .map_err(|e| e.to_string())
-            .and_then(|()| ChunkFile::verify(&filling.slot, &expect).map_err(|e| e.to_string()));
+        let verified = done.result.map_err(|e| match e.kind() {
+            std::io::ErrorKind::UnexpectedEof => Unusable::Damaged(e.to_string()),
+            _ => Unusable::Unreadable(e.to_string()),
+        });
+        let verified = verified.and_then(|()| {
+            ChunkFile::verify(&filling.slot, &expect).map_err(|e| Unusable::Damaged(e.to_string()))
+        });
         match verified {
             Ok(found) => {
                 metrics::counter!(names::LOADS).increment(1);
@@ -297,14 +362,16 @@ impl Load {
                 let chunk = filling.freeze(id, kv, found.layout(), found.file_len());
                 self.loaded(Arc::new(chunk), ChunkSource::Flash);
             }
-            Err(reason) => {
-                tracing::warn!("chunk {id}: {reason}; quarantined, recomputing");
-                metrics::counter!(names::QUARANTINED).increment(1);
-                if let Err(e) = self.core.store.files().quarantine(&id) {
-                    tracing::warn!("chunk {id}: {e}");
-                }
-                self.compute_instead(id, filling);
-            }
+            Err(reason) => self.compute_instead(id, filling, reason),
+        }
+    }
+
+    /// Keeps a file that cannot be used aside; a missing one is no error.
+    fn quarantine(&self, id: &ChunkId) {
+        match self.core.store.files().quarantine(id) {
+            Ok(true) => metrics::counter!(names::QUARANTINED).increment(1),
+            Ok(false) => {}
+            Err(e) => tracing::warn!("chunk {id}: {e}"),
         }
     }
 
@@ -318,13 +385,19 @@ impl Load {
         }
     }
 
-    fn compute_instead(&mut self, id: ChunkId, filling: FillingSlot) {
+    fn compute_instead(&mut self, id: ChunkId, filling: FillingSlot, reason: Unusable) {
+        tracing::warn!("chunk {id}: {reason}; computing it again");
+        if matches!(reason, Unusable::Damaged(_)) {
+            self.quarantine(&id);
+        }
         metrics::counter!(names::RECOMPUTED).increment(1);
         let Some(loading) = self.loading.get_mut(&id) else { return };
         loading.source = ChunkSource::Computed;
         let tokens = Arc::clone(&loading.tokens);
-        let job = CompileJob { id, tokens, filling, store: true };
-        // The compute thread never blocks on this one, so it always takes the job.
+        // A file that could not be read may be whole: it is not written over.
+        let store = !matches!(reason, Unusable::Unreadable(_));
+        let job = CompileJob { id, tokens, filling, store };
+        // The compute thread never waits for this one, so it always takes the job.
         let _ = self.channels.compute.send(Work::Compile(Box::new(job)));
     }
 
@@ -333,7 +406,9 @@ impl Load {
             Ok(chunk) => {
                 let chunk = Arc::new(chunk);
                 let replies = self.replies.remove(&compiled.id);
-                let demanded = self.loading.contains_key(&compiled.id);
+                // A chunk that is being read has its own slot; only one being computed is this one.
+                let waiting = self.loading.get(&compiled.id);
+                let demanded = waiting.is_some_and(|l| l.extent.is_none());
                 for reply in replies.into_iter().flatten() {
                     let _ = reply.send(Ok(Lease::new(Arc::clone(&chunk), &self.core.arena)));
                 }
@@ -359,6 +434,11 @@ impl Load {
 
     /// Puts a recomputed chunk back on flash; serving does not depend on it.
     fn store_again(&self, chunk: &ChunkSlot) {
+        let known = self.core.store.read().and_then(|r| r.chunk(&chunk.id()));
+        if !known.is_ok_and(|c| c.is_some()) {
+            // Its document has been deleted meanwhile.
+            return;
+        }
         if let Err(e) = self.core.store.files().write(&chunk.id(), chunk.file()) {
             tracing::warn!("chunk {}: recomputed, but not stored: {e}", chunk.id());
         }
@@ -394,6 +474,8 @@ impl Load {
     fn hand_on(&mut self, request: Pending) {
         let Pending { planned, started, leases, own } = request;
         let Some(own) = own else { return };
+        let mut planned = planned;
+        planned.count_computed_chunks();
         let load_ms = ms_since(started);
         planned.state.update(|p| p.phases.load_ms = load_ms);
         let leases = leases.into_iter().flatten().collect();

@@ -23,11 +23,11 @@ const ROWS_PER_STEP: usize = 512;
 /// Runs a request up to its first token and publishes it.
 pub(crate) fn run(core: &Core, prefix: &Arc<ChunkSlot>, sessions: &Sessions, resident: Resident) {
     let state = Arc::clone(&resident.planned.state);
-    if state.is_cancelled() {
-        return state.end(Ok(FinishReason::Cancelled));
-    }
-    if let Err(e) = prefill(core, prefix, sessions, resident) {
-        state.end(Err(e));
+    // What the request held has come back before its client is told.
+    match prefill(core, prefix, sessions, resident) {
+        Ok(None) => {}
+        Ok(Some(reason)) => state.end(Ok(reason)),
+        Err(e) => state.end(Err(e)),
     }
 }
 
@@ -88,12 +88,13 @@ pub(crate) fn own_slot_bytes(core: &Core, planned: &Planned) -> usize {
     own_kv_offset(planned) + own_layout(core, planned.plan.own_rows).total_bytes()
 }
 
+/// Computes and publishes; says how the request has ended if it goes no further.
 fn prefill(
     core: &Core,
     prefix: &Arc<ChunkSlot>,
     sessions: &Sessions,
     resident: Resident,
-) -> Result<(), RequestError> {
+) -> Result<Option<FinishReason>, RequestError> {
     let Resident { planned, leases, own } = resident;
     let state = Arc::clone(&planned.state);
     let started = Instant::now();
@@ -101,8 +102,7 @@ fn prefill(
     let kv = range.start + own_kv_offset(&planned)..range.end;
     let Some(logits) = compute(core, prefix, &planned, &leases, own.extent().region(), kv.clone())?
     else {
-        state.end(Ok(FinishReason::Cancelled));
-        return Ok(());
+        return Ok(Some(FinishReason::Cancelled));
     };
     let first = Sampler::new(&planned.sampling).sample(&logits, 0);
     let ended = if core.model.tokenizer.end_tokens().contains(&first) {
@@ -128,9 +128,8 @@ fn prefill(
             logits: if planned.return_logits { logits } else { Vec::new() },
         });
     });
-    if let Some(reason) = ended {
-        state.end(Ok(reason));
-        return Ok(());
+    if ended.is_some() {
+        return Ok(ended);
     }
     let sequence = next_sequence();
     let words = record(&planned, prefix, &leases).encode();
@@ -142,7 +141,7 @@ fn prefill(
     control.fill(sequence, &words, first);
     state.attach(Some(control.clone()));
     let running = Running::new(state, control, own, leases);
-    sessions.publish(sequence, running, control_len, kv.start)
+    sessions.publish(sequence, running, control_len, kv.start).map(|()| None)
 }
 
 /// Computes the request's rows; logits of the last one, or nothing if it was cancelled.

@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 
 use crate::arena::{ChunkSlot, Extent};
 use crate::error::RequestError;
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedSource};
 
 /// What a client asked for, validated.
 #[derive(Clone, Debug)]
@@ -202,9 +202,25 @@ pub(crate) struct Planned {
     pub cold: bool,
 }
 
+impl Planned {
+    /// Chunks whose files could not be used were computed for this request: their rows are not
+    /// cached ones.
+    pub fn count_computed_chunks(&mut self) {
+        for segment in &self.plan.segments {
+            if let PlannedSource::Chunk(i) = segment.source
+                && self.chunks[i].source == ChunkSource::Computed
+            {
+                self.plan.cached_tokens -= segment.rows;
+                self.plan.recomputed_rows += segment.rows;
+            }
+        }
+    }
+}
+
 /// A chunk on loan: the arena cannot evict it.
 pub(crate) struct Lease {
-    chunk: Arc<ChunkSlot>,
+    /// Taken out by `drop` only.
+    chunk: Option<Arc<ChunkSlot>>,
     arena: Arc<crate::arena::Arena>,
 }
 
@@ -212,19 +228,24 @@ impl Lease {
     pub fn new(chunk: Arc<ChunkSlot>, arena: &Arc<crate::arena::Arena>) -> Self {
         metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).increment(1.0);
         HELD.fetch_add(1, Ordering::SeqCst);
-        Self { chunk, arena: Arc::clone(arena) }
+        Self { chunk: Some(chunk), arena: Arc::clone(arena) }
     }
 
     pub fn chunk(&self) -> &ChunkSlot {
-        &self.chunk
+        match &self.chunk {
+            Some(chunk) => chunk,
+            None => unreachable!("a lease holds its chunk until it is dropped"),
+        }
     }
 }
 
 impl Drop for Lease {
     fn drop(&mut self) {
+        // First the pin, then the count, then the signal: whoever sees the count or the signal
+        // finds the chunk evictable.
+        self.chunk = None;
         metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).decrement(1.0);
         HELD.fetch_sub(1, Ordering::SeqCst);
-        // The chunk may have become evictable.
         self.arena.signal();
     }
 }
@@ -238,25 +259,33 @@ pub(crate) fn held_slots() -> u64 {
 
 /// A sequence's own slot.
 pub(crate) struct OwnSlot {
-    extent: Extent,
+    /// Taken out by `drop` only.
+    extent: Option<Extent>,
 }
 
 impl OwnSlot {
     pub fn new(extent: Extent) -> Self {
         metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).increment(1.0);
         HELD.fetch_add(1, Ordering::SeqCst);
-        Self { extent }
+        Self { extent: Some(extent) }
     }
 
     pub fn extent(&self) -> &Extent {
-        &self.extent
+        match &self.extent {
+            Some(extent) => extent,
+            None => unreachable!("a slot has its extent until it is dropped"),
+        }
     }
 }
 
 impl Drop for OwnSlot {
     fn drop(&mut self) {
+        let extent = self.extent.take();
+        let arena = extent.as_ref().map(|e| Arc::clone(e.arena()));
+        drop(extent);
         metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).decrement(1.0);
         HELD.fetch_sub(1, Ordering::SeqCst);
+        arena.iter().for_each(|a| a.signal());
     }
 }
 

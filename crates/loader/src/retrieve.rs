@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crossbeam::channel::{Receiver, Sender};
+use crossbeam::channel::{Receiver, Sender, select_biased};
 use matkv_model::{Message, Role};
 use matkv_store::{ReadTxn, StoreError};
-use matkv_types::{ChunkId, Mode};
+use matkv_types::{ChunkId, FinishReason, Mode};
 
 use crate::core::Core;
 use crate::error::RequestError;
@@ -21,23 +21,50 @@ pub(crate) struct Incoming {
     pub state: Arc<RequestState>,
 }
 
-/// Runs until the gateway is gone.
-pub(crate) fn run(core: &Core, incoming: &Receiver<Incoming>, load: &Sender<LoadMessage>) {
-    for request in incoming {
-        if request.state.is_cancelled() {
-            request.state.end(Ok(matkv_types::FinishReason::Cancelled));
-            continue;
+/// Ends the request if planning it panics; the thread is restarted for the others.
+struct EndOnPanic(Arc<RequestState>);
+
+impl Drop for EndOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.end(Err(RequestError::Internal("planning the request panicked".into())));
         }
-        let state = Arc::clone(&request.state);
-        state.update(|p| p.phases.queue_ms = ms_since(state.received));
-        match plan(core, request) {
-            Ok(planned) => {
-                if load.send(LoadMessage::Request(Box::new(planned))).is_err() {
-                    state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
-                }
+    }
+}
+
+/// Runs until stopped, or until the gateway is gone.
+pub(crate) fn run(
+    core: &Core,
+    incoming: &Receiver<Incoming>,
+    load: &Sender<LoadMessage>,
+    stopped: &Receiver<()>,
+) {
+    loop {
+        let request = select_biased! {
+            recv(stopped) -> _ => return,
+            recv(incoming) -> request => match request {
+                Ok(request) => request,
+                Err(_) => return,
+            },
+        };
+        let _guard = EndOnPanic(Arc::clone(&request.state));
+        handle(core, request, load);
+    }
+}
+
+fn handle(core: &Core, request: Incoming, load: &Sender<LoadMessage>) {
+    let state = Arc::clone(&request.state);
+    if state.is_cancelled() {
+        return state.end(Ok(FinishReason::Cancelled));
+    }
+    state.update(|p| p.phases.queue_ms = ms_since(state.received));
+    match plan(core, request) {
+        Ok(planned) => {
+            if load.send(LoadMessage::Request(Box::new(planned))).is_err() {
+                state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
             }
-            Err(e) => state.end(Err(e)),
         }
+        Err(e) => state.end(Err(e)),
     }
 }
 
@@ -89,7 +116,6 @@ fn fit(
     while fixed + chunks.iter().map(|c| c.tokens.len()).sum::<usize>() > context {
         dropped.extend(chunks.pop().map(|c| c.id));
     }
-    dropped.reverse();
     Ok(dropped)
 }
 

@@ -61,6 +61,13 @@ fn open(config: &Config) -> Result<Opened, LoaderError> {
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
     let prefix_tokens = model.prefix(&texts)?;
+    let (context, needed) = (model.config.context_length, prefix_tokens.len() + config.chunk_size);
+    if needed >= context {
+        return Err(LoaderError::Setup(format!(
+            "prefix and one chunk take {needed} tokens, the model's context has {context}; lower \
+             chunker.chunk_size"
+        )));
+    }
     let fingerprint = model.fingerprint(&prefix_tokens);
     let store = Store::open(&config.store_dir, fingerprint)?;
     let index = Box::new(HannoyIndex::open(&store)?);

@@ -9,8 +9,10 @@ use matkv_config::Config;
 use matkv_sys::Segment;
 use tokio::net::{TcpListener, UnixListener};
 use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
+use tonic::server::NamedService;
 use tonic::transport::Server;
 use tonic::transport::server::Router;
+use tonic_health::ServingStatus;
 use tonic_health::server::{HealthReporter, health_reporter};
 
 use crate::error::LoaderError;
@@ -107,10 +109,10 @@ async fn report_health(observer: Arc<Observer>, reporter: HealthReporter, stop: 
     while !stop.is_raised() {
         let ready = observer.is_ready();
         if served != Some(ready) {
-            if ready {
-                reporter.set_serving::<MatKvServer<Gateway>>().await;
-            } else {
-                reporter.set_not_serving::<MatKvServer<Gateway>>().await;
+            let status = if ready { ServingStatus::Serving } else { ServingStatus::NotServing };
+            // The empty name is the server as a whole.
+            for service in [<MatKvServer<Gateway> as NamedService>::NAME, ""] {
+                reporter.set_service_status(service, status).await;
             }
             served = Some(ready);
         }

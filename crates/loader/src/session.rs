@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crossbeam::channel::RecvTimeoutError;
 use ipc_channel::ipc::IpcReceiver;
 use matkv_actors::StopFlag;
 use matkv_ring::{
@@ -104,6 +105,8 @@ impl Sessions {
     ) -> Result<(), RequestError> {
         let mut link = self.locked();
         let Some(link) = link.as_mut() else {
+            // Nobody may write to the control part once its slot is given back.
+            running.state.attach(None);
             return Err(RequestError::Unavailable("the decoder is not running".into()));
         };
         let slot = running.own.extent().range();
@@ -116,8 +119,10 @@ impl Sessions {
             kv_start,
         };
         // The gateway admits no more requests than the ring holds.
-        let published = link.producer.publish(&[submission.encode()]);
-        published.map_err(|e| RequestError::Unavailable(format!("session broken: {e}")))?;
+        if let Err(e) = link.producer.publish(&[submission.encode()]) {
+            running.state.attach(None);
+            return Err(RequestError::Unavailable(format!("session broken: {e}")));
+        }
         link.running.insert(sequence, running);
         Ok(())
     }
@@ -132,7 +137,9 @@ impl Sessions {
         let Some(link) = self.locked().take() else { return };
         for running in link.running.into_values() {
             running.state.attach(None);
-            running.state.end(Err(RequestError::Unavailable(reason.to_owned())));
+            let state = Arc::clone(&running.state);
+            drop(running);
+            state.end(Err(RequestError::Unavailable(reason.to_owned())));
         }
     }
 
@@ -250,7 +257,9 @@ impl SessionThread {
             }
             tracing::warn!("the decoder hung up and lives on; killing it");
             pidfd.kill();
-            pidfd.wait(DEATH);
+            while !pidfd.wait(DEATH) {
+                tracing::error!("the decoder has been killed and has not ended yet");
+            }
         }
     }
 
@@ -310,8 +319,9 @@ impl SessionThread {
                     tracing::warn!("a decoder failed to connect: {e}");
                     return None;
                 }
+                Err(RecvTimeoutError::Disconnected) => return None,
                 Err(_) if stop.is_raised() => return None,
-                Err(_) => {
+                Err(RecvTimeoutError::Timeout) => {
                     if let Err(e) = self.restart_child(child, &mut failures) {
                         tracing::error!("{e}");
                     }

@@ -1,7 +1,7 @@
 //! The loader's threads: their channels, their order, and what happens when one ends.
 
-use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, PoisonError};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 use matkv_actors::{Policy, StopFlag, ThreadSpec};
@@ -15,17 +15,18 @@ use crate::compute::{Compute, WORK_MAX, Work};
 use crate::error::LoaderError;
 use crate::gateway::Gateway;
 use crate::ingest::{self, IngestSession};
-use crate::load::{Load, LoadChannels, LoadMessage, READS_MAX};
+use crate::load::{LOADS_MAX, Load, LoadChannels, LoadMessage};
 use crate::retrieve::{self, Incoming};
 use crate::run::{Opened, Options};
 use crate::session::{SessionThread, Sessions};
 use crate::status::Observer;
 
-/// A receiver that is signalled when the flag is raised.
+/// A receiver that is disconnected, and so ready for ever, once the flag is raised.
 pub(crate) fn stopped(stop: &StopFlag) -> Receiver<()> {
-    let (sender, receiver) = bounded(1);
+    let (sender, receiver) = bounded(0);
+    let sender = std::sync::Mutex::new(Some(sender));
     stop.on_raise(move || {
-        let _ = sender.try_send(());
+        sender.lock().unwrap_or_else(PoisonError::into_inner).take();
     });
     receiver
 }
@@ -59,8 +60,8 @@ impl Channels {
             retrieve: bounded(config.queue),
             ingest: bounded(1),
             load: bounded(config.queue + 8),
-            reads: bounded(READS_MAX),
-            compiled: bounded(2 * READS_MAX + 8),
+            reads: bounded(LOADS_MAX),
+            compiled: bounded(2 * LOADS_MAX + 8),
             work: bounded(WORK_MAX),
             background: bounded(1),
         }
@@ -173,34 +174,13 @@ fn specs(
             Ok(())
         }),
         ThreadSpec::new("retrieve", Policy::Restart { times: 100 }, move |stop| {
-            until_stopped(&stop, &incoming, |q| retrieve::run(&retriever, q, &from_retrieve));
+            retrieve::run(&retriever, &incoming, &from_retrieve, &stopped(&stop));
             Ok(())
         }),
         ThreadSpec::new("ingest", Policy::Restart { times: 100 }, move |stop| {
-            until_stopped(&stop, &ingests, |q| ingest::run(&ingester, q, &from_ingest));
+            ingest::run(&ingester, &ingests, &from_ingest, &stopped(&stop));
             Ok(())
         }),
         ThreadSpec::new("session", Policy::Fatal, move |stop| session.run(&stop)),
     ]
-}
-
-/// Runs a consumer that ends when its channel closes, closing it when the flag is raised.
-fn until_stopped<T: Send>(stop: &StopFlag, queue: &Receiver<T>, f: impl FnOnce(&Receiver<T>)) {
-    let signal = stopped(stop);
-    let (relay, relayed) = bounded(0);
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            loop {
-                crossbeam::channel::select_biased! {
-                    recv(signal) -> _ => return,
-                    recv(queue) -> item => match item {
-                        Ok(item) => if relay.send(item).is_err() { return },
-                        Err(_) => return,
-                    },
-                }
-            }
-        });
-        f(&relayed);
-        drop(relayed);
-    });
 }

@@ -12,6 +12,8 @@ use crate::request::{Ask, ChunkUse, Phases};
 /// Stop strings a request may name, and bytes of each.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1024;
+/// Chunks a request may retrieve; as in the configuration.
+const TOP_K_MAX: u32 = 1024;
 
 impl From<RequestError> for Status {
     fn from(e: RequestError) -> Self {
@@ -37,6 +39,9 @@ pub(crate) fn ask(request: GenerateRequest, config: &Config) -> Result<Ask, Requ
         "" | "matkv" => config.reuse(),
         other => other.parse::<Mode>().map_err(|e| RequestError::Invalid(e.to_string()))?,
     };
+    if request.top_k.is_some_and(|k| k > TOP_K_MAX) {
+        return invalid(format!("top_k is at most {TOP_K_MAX}"));
+    }
     let chunk_ids = request.chunk_ids.iter().map(|text| {
         text.parse::<ChunkId>().map_err(|e| RequestError::Invalid(format!("chunk id: {e}")))
     });

@@ -127,7 +127,7 @@ pub fn model_path(cache: &Path, name_or_path: &str) -> Result<PathBuf> {
 pub fn pull(cache: &Path, name: &str, mut report: impl FnMut(PullProgress)) -> Result<PathBuf> {
     let model = find(name)?;
     let target = directory(cache, model);
-    if pulled(cache, model).is_some() {
+    if is_right(cache, model) {
         report(PullProgress::Present);
         return Ok(target.join(model.files[0].name));
     }
@@ -147,15 +147,28 @@ pub fn pull(cache: &Path, name: &str, mut report: impl FnMut(PullProgress)) -> R
         let _ = std::fs::remove_dir_all(&temp);
         return Err(e);
     }
-    let ready = temp.join("ready");
-    if let Err(e) = std::fs::rename(&ready, &target) {
-        let lost_race = pulled(cache, model).is_some();
-        if !lost_race {
-            return Err(io(&target.display().to_string(), e));
-        }
-    }
+    let placed = place(&temp, &target);
+    // Somebody else may have placed the same model meanwhile.
+    let placed = placed.or_else(|e| if is_right(cache, model) { Ok(()) } else { Err(e) });
     let _ = std::fs::remove_dir_all(&temp);
+    placed.map_err(|e| io(&target.display().to_string(), e))?;
     Ok(target.join(model.files[0].name))
+}
+
+/// Whether every file is there with the right digest; an unchanged file is hashed once.
+fn is_right(cache: &Path, model: &Pullable) -> bool {
+    let dir = directory(cache, model);
+    model.files.iter().all(|f| {
+        file_digest(&dir.join(f.name), Some(cache)).is_ok_and(|d| d.to_string() == f.sha256)
+    })
+}
+
+/// Moves the verified files into place; a directory with wrong or missing files makes room.
+fn place(temp: &Path, target: &Path) -> std::io::Result<()> {
+    if target.exists() {
+        std::fs::rename(target, temp.join("replaced"))?;
+    }
+    std::fs::rename(temp.join("ready"), target)
 }
 
 /// Removes what interrupted fetches of dead processes left.

@@ -70,6 +70,8 @@ pub enum RecordError {
 /// Most slots, segments, and stop strings a record may name; bounds what B allocates.
 const LIST_MAX: u64 = 4096;
 const STOP_BYTES_MAX: u64 = 1 << 16;
+/// Rows of a section: at up to 2²⁰ bytes a row their product stays far from overflow.
+const ROWS_MAX: u64 = 1 << 32;
 const OWN: u64 = u64::MAX;
 
 impl SequenceRecord {
@@ -114,7 +116,7 @@ impl SequenceRecord {
         let mut r = Reader { words, at: 0 };
         let slots = r.count("slot count", LIST_MAX)?;
         let segments = r.count("segment count", LIST_MAX)?;
-        let own_rows = r.size("own rows")?;
+        let own_rows = r.count("own rows", ROWS_MAX)?;
         let position = r.size("position")?;
         let slots: Vec<SlotRecord> = (0..slots).map(|_| r.slot()).collect::<Result<_, _>>()?;
         let segments: Vec<SegmentRecord> =
@@ -157,7 +159,7 @@ impl Reader<'_> {
 
     fn slot(&mut self) -> Result<SlotRecord, RecordError> {
         let (start, end) = (self.size("slot start")?, self.size("slot end")?);
-        let (kv_offset, rows) = (self.size("KV offset")?, self.size("slot rows")?);
+        let (kv_offset, rows) = (self.size("KV offset")?, self.count("slot rows", ROWS_MAX)?);
         let code = self.next()?;
         let dtype = u32::try_from(code).ok().and_then(KvDtype::from_code);
         let dtype = dtype.ok_or(RecordError::Invalid { field: "row type", found: code })?;

@@ -2,6 +2,7 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use matkv_sys::{DirectFile, sync_directory};
 use matkv_types::ChunkId;
@@ -35,6 +36,7 @@ impl ChunkFiles {
         for dir in entries(&self.root)? {
             for file in entries(&dir)? {
                 if file.extension().is_some_and(|e| e == "tmp") {
+                    // Another store of the same root cannot be open: the lock is ours.
                     std::fs::remove_file(&file).map_err(file_error("remove", &file))?;
                 }
             }
@@ -61,9 +63,10 @@ impl ChunkFiles {
             std::fs::create_dir_all(dir).map_err(file_error("create", dir))?;
             sync_directory(&self.root)?;
         }
-        let temp = path.with_extension("tmp");
-        // Only this process writes here (the store's lock): a leftover is our own failed write.
-        let _ = std::fs::remove_file(&temp);
+        // Threads of this process may write the same chunk at once; what a killed one left has
+        // been swept when the store was opened.
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let temp = path.with_extension(format!("{}.tmp", NEXT.fetch_add(1, Ordering::Relaxed)));
         let outcome = Self::write_temp(&temp, bytes)
             .and_then(|()| std::fs::rename(&temp, &path).map_err(file_error("rename", &path)))
             .and_then(|()| Ok(sync_directory(dir)?));
@@ -84,17 +87,18 @@ impl ChunkFiles {
         file.file.sync_data().map_err(file_error("sync", temp))
     }
 
-    /// Moves a file that must not be used out of the way; it is kept for inspection.
+    /// Moves a file that must not be used out of the way; it is kept for inspection. False if
+    /// there is none.
     ///
     /// # Errors
     /// If it can be neither moved nor removed.
-    pub fn quarantine(&self, id: &ChunkId) -> Result<()> {
+    pub fn quarantine(&self, id: &ChunkId) -> Result<bool> {
         let path = self.path(id);
         let target = self.quarantine.join(format!("{id}.kv"));
         match std::fs::rename(&path, &target) {
-            Ok(()) => Ok(()),
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(()),
-            Err(_) => self.remove(id),
+            Ok(()) => Ok(true),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(false),
+            Err(_) => self.remove(id).map(|()| true),
         }
     }
 

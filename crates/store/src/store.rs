@@ -1,6 +1,7 @@
 //! The store: lock, directories, LMDB environment, transactions.
 
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use heed::types::{Bytes, Str, U32};
 use heed::{AnyTls, CommitOrAbort, Database, Env, RoTxn, RwTxn, WithoutTls, byteorder::BigEndian};
@@ -29,12 +30,13 @@ pub struct Store {
     files: ChunkFiles,
     fingerprint: Fingerprint,
     other_fingerprints: Vec<String>,
+    writing: Mutex<()>,
     documents: Database<'static, Str, Bytes>,
     chunks: Database<'static, Bytes, Bytes>,
     tokens: Database<'static, Bytes, Bytes>,
     vectors: Database<'static, U32<BigEndian>, Bytes>,
     meta: Database<'static, Str, U32<BigEndian>>,
-    /// For people: one document and ordinal of each chunk.
+    /// For people: `chunk id ‖ document id` to the chunk's ordinal in the document.
     places: Database<'static, Bytes, Bytes>,
 }
 
@@ -49,6 +51,8 @@ pub struct WriteTxn<'s> {
     store: &'s Store,
     txn: RwTxn<'s>,
     removed: Vec<ChunkId>,
+    /// Held until removed files are gone, so that the next change sees files as they are.
+    _writing: MutexGuard<'s, ()>,
 }
 
 /// A chunk whose file is durable and which the index does not know yet.
@@ -118,6 +122,7 @@ impl Store {
             files,
             fingerprint,
             other_fingerprints,
+            writing: Mutex::new(()),
             documents,
             chunks,
             tokens,
@@ -160,7 +165,9 @@ impl Store {
     /// # Errors
     /// LMDB's reason.
     pub fn write(&self) -> Result<WriteTxn<'_>> {
-        Ok(WriteTxn { store: self, txn: self.env.write_txn()?, removed: Vec::new() })
+        let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
+        let txn = self.env.write_txn()?;
+        Ok(WriteTxn { store: self, txn, removed: Vec::new(), _writing })
     }
 
     fn document(&self, txn: &RoTxn<'_, AnyTls>, id: &str) -> Result<Option<DocumentRecord>> {
@@ -244,13 +251,15 @@ impl<'s> ReadTxn<'s> {
         }))
     }
 
-    /// A document that uses the chunk, and the chunk's place in it.
+    /// The first document by name that uses the chunk, and the chunk's place in it.
     ///
     /// # Errors
     /// If the index fails.
     pub fn place(&self, id: &ChunkId) -> Result<Option<(String, u32)>> {
-        let found = self.store.places.get(&self.txn, id.as_bytes())?;
-        found.map(|b| decode(&id.to_string(), b)).transpose()
+        let mut found = self.store.places.prefix_iter(&self.txn, id.as_bytes())?;
+        let Some((key, ordinal)) = found.next().transpose()? else { return Ok(None) };
+        let name = String::from_utf8_lossy(&key[id.as_bytes().len()..]).into_owned();
+        decode(&name, ordinal).map(|ordinal| Some((name, ordinal)))
     }
 
     /// The chunk a vector number stands for.
@@ -324,28 +333,50 @@ impl<'s> WriteTxn<'s> {
         Ok(self.store.chunks.put(&mut self.txn, id.as_bytes(), &bytes)?)
     }
 
-    /// Adds a document, or replaces the one of the same id. Every chunk must be known.
-    /// Returns vector numbers of chunks nobody refers to any more.
+    /// Adds documents, or replaces those of the same ids. Every chunk must be known. References
+    /// of all of them are counted before any old version is released, so a chunk may move from
+    /// one document to another. Returns vector numbers of chunks nobody refers to any more.
     ///
     /// # Errors
     /// If the index fails or a chunk is unknown.
-    pub fn put_document(&mut self, document: &DocumentRecord) -> Result<Vec<u32>> {
-        let old = self.store.document(&self.txn, &document.id)?;
-        for (ordinal, id) in document.chunks.iter().enumerate() {
+    pub fn put_documents(&mut self, documents: &[&DocumentRecord]) -> Result<Vec<u32>> {
+        let mut old = Vec::new();
+        for document in documents {
+            old.extend(self.store.document(&self.txn, &document.id)?);
+            self.refer(document)?;
+            let bytes = encode(&document.id, document)?;
+            self.store.documents.put(&mut self.txn, &document.id, &bytes)?;
+        }
+        let mut vectors = Vec::new();
+        for document in old {
+            vectors.extend(self.release(document)?);
+        }
+        // Releasing the old version has removed the places both versions share.
+        for document in documents {
+            self.put_places(document)?;
+        }
+        Ok(vectors)
+    }
+
+    fn refer(&mut self, document: &DocumentRecord) -> Result<()> {
+        for id in &document.chunks {
             let record = self.store.chunk(&self.txn, id)?;
             let mut record = record.ok_or_else(|| StoreError::Record {
                 key: id.to_string(),
                 reason: format!("document {:?} names a chunk that is not indexed", document.id),
             })?;
             record.references += 1;
-            self.removed.retain(|r| r != id);
             self.save_chunk(id, &record)?;
-            let place = encode(&document.id, &(&document.id, ordinal))?;
-            self.store.places.put(&mut self.txn, id.as_bytes(), &place)?;
         }
-        let bytes = encode(&document.id, document)?;
-        self.store.documents.put(&mut self.txn, &document.id, &bytes)?;
-        self.release(old)
+        Ok(())
+    }
+
+    fn put_places(&mut self, document: &DocumentRecord) -> Result<()> {
+        for (ordinal, id) in document.chunks.iter().enumerate() {
+            let bytes = encode(&document.id, &ordinal)?;
+            self.store.places.put(&mut self.txn, &place_key(id, &document.id), &bytes)?;
+        }
+        Ok(())
     }
 
     /// Removes a document. Returns vector numbers of chunks nobody refers to any more, or none
@@ -356,12 +387,13 @@ impl<'s> WriteTxn<'s> {
     pub fn delete_document(&mut self, id: &str) -> Result<Option<Vec<u32>>> {
         let Some(old) = self.store.document(&self.txn, id)? else { return Ok(None) };
         self.store.documents.delete(&mut self.txn, id)?;
-        self.release(Some(old)).map(Some)
+        self.release(old).map(Some)
     }
 
-    fn release(&mut self, old: Option<DocumentRecord>) -> Result<Vec<u32>> {
+    fn release(&mut self, old: DocumentRecord) -> Result<Vec<u32>> {
         let mut vectors = Vec::new();
-        for id in old.into_iter().flat_map(|d| d.chunks) {
+        for id in old.chunks {
+            self.store.places.delete(&mut self.txn, &place_key(&id, &old.id))?;
             let Some(mut record) = self.store.chunk(&self.txn, &id)? else { continue };
             record.references = record.references.saturating_sub(1);
             if record.references > 0 {
@@ -370,7 +402,6 @@ impl<'s> WriteTxn<'s> {
             }
             self.store.chunks.delete(&mut self.txn, id.as_bytes())?;
             self.store.tokens.delete(&mut self.txn, id.as_bytes())?;
-            self.store.places.delete(&mut self.txn, id.as_bytes())?;
             if let Some(vector) = record.vector {
                 self.store.vectors.delete(&mut self.txn, &vector)?;
                 vectors.push(vector);
@@ -381,15 +412,22 @@ impl<'s> WriteTxn<'s> {
     }
 
     /// Makes the change durable, then removes files nobody refers to any more. A crash in
-    /// between leaves a file without an index entry, which a later ingest adopts.
+    /// between, or a file that cannot be removed, leaves a file without an index entry, which a
+    /// later ingest adopts.
     ///
     /// # Errors
     /// If LMDB cannot commit: nothing has changed then.
     pub fn commit(self) -> Result<Vec<ChunkId>> {
         self.txn.commit()?;
         for id in &self.removed {
-            self.store.files.remove(id)?;
+            if let Err(e) = self.store.files.remove(id) {
+                tracing::warn!("chunk {id}: {e}");
+            }
         }
         Ok(self.removed)
     }
+}
+
+fn place_key(id: &ChunkId, document: &str) -> Vec<u8> {
+    [id.as_bytes().as_slice(), document.as_bytes()].concat()
 }

@@ -25,7 +25,7 @@ fn put(store: &Store, doc: &DocumentRecord, new: &[u32]) -> Vec<u32> {
         store.files().write(&chunk(n).id, &page).unwrap();
         txn.put_chunk(&chunk(n)).unwrap();
     }
-    let vectors = txn.put_document(doc).unwrap();
+    let vectors = txn.put_documents(&[doc]).unwrap();
     txn.commit().unwrap();
     vectors
 }
@@ -51,6 +51,36 @@ fn shared_chunks_live_as_long_as_a_document_uses_them() {
     assert_eq!((totals.documents, totals.chunks, totals.tokens), (1, 1, 2));
 }
 
+/// One commit in which a document loses a chunk and another one gains it.
+#[test]
+fn a_chunk_may_move_between_documents() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), FP).unwrap();
+    put(&store, &document("a", &[1]), &[1]);
+    let mut txn = store.write().unwrap();
+    txn.put_chunk(&chunk(5)).unwrap();
+    let gone = txn.put_documents(&[&document("a", &[5]), &document("c", &[1])]).unwrap();
+    assert!(gone.is_empty() && txn.commit().unwrap().is_empty());
+    assert!(store.files().path(&chunk(1).id).exists());
+}
+
+/// An answer names a document that is there.
+#[test]
+fn the_place_of_a_chunk_is_in_a_document_that_exists() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = Store::open(dir.path(), FP).unwrap();
+    put(&store, &document("b", &[1, 2]), &[1, 2]);
+    put(&store, &document("a", &[2]), &[]);
+    let place = |n| store.read().unwrap().place(&chunk(n).id).unwrap();
+    assert_eq!((place(1), place(2)), (Some(("b".into(), 0)), Some(("a".into(), 0))));
+    let mut txn = store.write().unwrap();
+    txn.delete_document("a").unwrap();
+    txn.commit().unwrap();
+    assert_eq!(place(2), Some(("b".into(), 1)));
+    put(&store, &document("b", &[2, 1]), &[]);
+    assert_eq!((place(1), place(2)), (Some(("b".into(), 1)), Some(("b".into(), 0))));
+}
+
 #[test]
 fn a_change_that_is_not_committed_has_not_happened() {
     let dir = tempfile::tempdir().unwrap();
@@ -62,7 +92,7 @@ fn a_change_that_is_not_committed_has_not_happened() {
     assert!(store.read().unwrap().document("a").unwrap().is_some());
     assert!(store.files().path(&chunk(1).id).exists());
     let mut txn = store.write().unwrap();
-    assert!(txn.put_document(&document("x", &[9])).is_err(), "unknown chunk");
+    assert!(txn.put_documents(&[&document("x", &[9])]).is_err(), "unknown chunk");
 }
 
 #[test]
@@ -106,8 +136,8 @@ fn quarantine_keeps_the_file_aside() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::open(dir.path(), FP).unwrap();
     put(&store, &document("a", &[1]), &[1]);
-    store.files().quarantine(&chunk(1).id).unwrap();
-    store.files().quarantine(&chunk(1).id).unwrap();
+    assert!(store.files().quarantine(&chunk(1).id).unwrap());
+    assert!(!store.files().quarantine(&chunk(1).id).unwrap());
     assert!(!store.files().path(&chunk(1).id).exists());
     assert_eq!(store.files().quarantined().unwrap(), 1);
 }

@@ -1,7 +1,7 @@
 //! Watching another process by pidfd: unlike a pid, it cannot come to mean someone else.
 
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::error::{Result, SysError};
 
@@ -25,10 +25,21 @@ impl PidFd {
 
     /// Waits for the process to end; false if it still lives when the time is over.
     pub fn wait(&self, timeout: Duration) -> bool {
-        let mut poll = libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        let millis = i32::try_from(timeout.as_millis()).unwrap_or(i32::MAX);
-        // SAFETY: one valid pollfd.
-        unsafe { libc::poll(&raw mut poll, 1, millis) > 0 }
+        let end = Instant::now() + timeout;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let mut poll =
+                libc::pollfd { fd: self.0.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            let millis = i32::try_from(left.as_millis()).unwrap_or(i32::MAX);
+            // SAFETY: one valid pollfd.
+            match unsafe { libc::poll(&raw mut poll, 1, millis) } {
+                1.. => return true,
+                0 => return false,
+                // EINTR: a signal is no news of the other process.
+                _ if left.is_zero() => return false,
+                _ => {}
+            }
+        }
     }
 
     /// Sends SIGKILL.

@@ -135,12 +135,22 @@ impl Driver {
             self.fill_queue();
             let idle = self.operations.iter().all(Option::is_none);
             if stopping && idle {
+                // A read of the eventfd is still armed on this word: it outlives the ring.
+                Box::leak(std::mem::take(&mut self.wake_count));
                 return;
             }
             match self.ring.submit_and_wait(1) {
                 Ok(_) => {}
-                Err(e) if e.raw_os_error() == Some(libc::EINTR) => continue,
-                Err(e) => return self.fail_all(&e),
+                Err(e) if is_passing(&e) => {
+                    // Out of kernel memory or completion slots for a moment: completions free them.
+                    std::thread::sleep(std::time::Duration::from_millis(1));
+                }
+                Err(e) => {
+                    // Nothing will complete any more, and the kernel may still write into slots
+                    // that are lent to it: only the end of the process takes them back.
+                    eprintln!("io_uring broke ({e}); ending the process");
+                    std::process::abort();
+                }
             }
             let completions: Vec<(u64, i32)> =
                 self.ring.completion().map(|c| (c.user_data(), c.result())).collect();
@@ -275,20 +285,10 @@ impl Driver {
                 self.done.send(ReadDone { tag: o.request.tag, target: o.request.target, result });
         }
     }
+}
 
-    /// The ring itself broke: nothing more will complete. Slots of operations in flight are
-    /// leaked on purpose, since the kernel may still write into them.
-    fn fail_all(&mut self, error: &std::io::Error) {
-        for operation in self.operations.drain(..).flatten() {
-            if operation.in_flight > 0 {
-                std::mem::forget(operation);
-            } else {
-                let result = Err(std::io::Error::new(error.kind(), error.to_string()));
-                let (tag, target) = (operation.request.tag, operation.request.target);
-                let _ = self.done.send(ReadDone { tag, target, result });
-            }
-        }
-    }
+fn is_passing(e: &std::io::Error) -> bool {
+    matches!(e.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY | libc::ENOMEM))
 }
 
 impl ReadEngine for UringReader {
