@@ -11,6 +11,7 @@ mod compile;
 mod compute;
 mod core;
 mod error;
+mod flash;
 mod gateway;
 mod generate;
 mod ingest;

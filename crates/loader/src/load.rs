@@ -5,8 +5,6 @@
 //! it from taking one, so it cannot starve. "No free slot" here is the only back-pressure point.
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::File;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,7 +12,7 @@ use crossbeam::channel::{Receiver, Sender, select_biased};
 use matkv_actors::StopFlag;
 use matkv_format::{ChunkFile, Expectation};
 use matkv_ring::size_class;
-use matkv_sys::{DirectFile, ReadDone, ReadEngine, ReadRequest, SysError};
+use matkv_sys::{ReadDone, ReadEngine, ReadRequest};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, FinishReason, KvDtype, KvLayout, Mode};
 
@@ -24,6 +22,7 @@ use crate::compile::{CompileJob, Compiled};
 use crate::compute::Work;
 use crate::core::Core;
 use crate::error::RequestError;
+use crate::flash::{Unusable, open_chunk};
 use crate::prefill::own_slot_bytes;
 use crate::request::{
     ChunkSource, Lease, OwnSlot, Planned, RequestState, Resident, held_slots, ms_since,
@@ -48,36 +47,6 @@ pub(crate) const LOADS_MAX: usize = 64;
 const SWEEP: Duration = Duration::from_millis(100);
 /// With nothing waiting there is nothing to sweep.
 const NOTHING_TO_SWEEP: Duration = Duration::from_secs(3600);
-
-/// Why a chunk file is not used.
-#[derive(Debug, thiserror::Error)]
-enum Unusable {
-    #[error("its file is missing")]
-    Missing,
-    /// The file is wrong: kept aside, replaced.
-    #[error("{0}")]
-    Damaged(String),
-    /// The system would not read it; it may be whole.
-    #[error("cannot be read: {0}")]
-    Unreadable(String),
-}
-
-/// Opens a chunk file of exactly this length.
-fn open_chunk(path: &Path, len: usize) -> Result<File, Unusable> {
-    let unreadable = |e: &dyn std::fmt::Display| Unusable::Unreadable(e.to_string());
-    let file = match DirectFile::open(path) {
-        Ok(opened) => opened.file,
-        Err(SysError::File { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
-            return Err(Unusable::Missing);
-        }
-        Err(e) => return Err(unreadable(&e)),
-    };
-    let found = file.metadata().map_err(|e| unreadable(&e))?.len();
-    if found != len as u64 {
-        return Err(Unusable::Damaged(format!("file of {found} bytes, expected {len}")));
-    }
-    Ok(file)
-}
 
 struct Pending {
     planned: Planned,

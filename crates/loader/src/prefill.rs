@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use matkv_model::{Sampler, Segment, Source, Step};
+use matkv_model::{Detokenizer, Sampler, Segment, Source, Step, StopFilter};
 use matkv_ring::{SegmentRecord, SequenceControl, SequenceRecord, SlotRecord, control_words};
 use matkv_types::{FinishReason, Mode, PAGE_BYTES, align_up};
 
@@ -105,7 +105,8 @@ fn prefill(
         return Ok(Some(FinishReason::Cancelled));
     };
     let first = Sampler::new(&planned.sampling).sample(&logits, 0);
-    let ended = if core.model.tokenizer.end_tokens().contains(&first) {
+    let is_end = core.model.tokenizer.end_tokens().contains(&first);
+    let ended = if is_end || stops_at_once(core, &planned, first) {
         Some(FinishReason::Stop)
     } else if planned.sampling.max_new_tokens == 1 {
         Some(FinishReason::Length)
@@ -115,7 +116,7 @@ fn prefill(
     state.update(|p| {
         p.phases.prefill_ms = ms_since(started);
         p.phases.first_token_ms = ms_since(state.received);
-        if ended != Some(FinishReason::Stop) {
+        if !is_end {
             p.tokens.push(first);
         }
         p.started = Some(Started {
@@ -142,6 +143,13 @@ fn prefill(
     state.attach(Some(control.clone()));
     let running = Running::new(state, control, own, leases);
     sessions.publish(sequence, running, control_len, kv.start).map(|()| None)
+}
+
+/// The first token already holds a stop string.
+fn stops_at_once(core: &Core, planned: &Planned, first: u32) -> bool {
+    let mut stops = StopFilter::new(&planned.sampling.stop);
+    stops.push(&Detokenizer::default().push(&core.model.tokenizer, first));
+    stops.stopped()
 }
 
 /// Computes the request's rows; logits of the last one, or nothing if it was cancelled.

@@ -71,17 +71,17 @@ pub(crate) async fn serve(
 }
 
 async fn listen(config: &Config) -> Result<(UnixListener, Option<TcpListener>), LoaderError> {
+    let cannot =
+        |address: &str, e: std::io::Error| setup(format!("cannot listen on {address}: {e}"));
+    let tcp = match config.tcp.as_str() {
+        "" => None,
+        address => Some(TcpListener::bind(address).await.map_err(|e| cannot(address, e))?),
+    };
     let socket = config.socket();
     // The runtime directory's lock is ours: a socket there is a leftover.
     let _ = std::fs::remove_file(&socket);
-    let cannot =
-        |address: &str, e: std::io::Error| setup(format!("cannot listen on {address}: {e}"));
     let unix = UnixListener::bind(&socket).map_err(|e| cannot(&socket.display().to_string(), e))?;
-    if config.tcp.is_empty() {
-        return Ok((unix, None));
-    }
-    let tcp = TcpListener::bind(&config.tcp).await.map_err(|e| cannot(&config.tcp, e))?;
-    Ok((unix, Some(tcp)))
+    Ok((unix, tcp))
 }
 
 fn with_reflection(router: Router) -> Result<Router, LoaderError> {

@@ -1,0 +1,312 @@
+//! `matkv up` and its two processes, in directories of their own.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use matkv_api::Client;
+use matkv_api::v1::{Document, GenerateRequest, GetStatusResponse};
+use tempfile::TempDir;
+use tonic::Status;
+
+use crate::ingest::{Ingest, Ingested};
+use crate::process::{self, Log, Output, is_alive, profile_dir, run_with_input, signal};
+use crate::reply::{Reply, ask};
+use crate::wait::{DEADLINE, until};
+
+/// Settings of every server here; a test's own come after them.
+const SETTINGS: [&str; 4] =
+    ["chunker.chunk_size=128", "arena.size=128MiB", "log.level=warn", "pipeline.max_new_tokens=16"];
+
+/// Where the models are: `<cache>/models/<name>/<file>`.
+fn cache_dir() -> PathBuf {
+    let model = matkv_testkit::cached_model("smollm2-135m").expect("looked for before");
+    model.ancestors().nth(3).expect("a cache directory").to_owned()
+}
+
+/// Directories of a server; they outlive it, so that another one can go on with them.
+pub struct Home {
+    /// On the disk that holds the build, where O_DIRECT works.
+    store: TempDir,
+    /// Under /tmp: a socket's path has at most 107 bytes.
+    runtime: TempDir,
+}
+
+impl Home {
+    /// Empty directories.
+    ///
+    /// # Panics
+    /// If they cannot be made.
+    pub fn new() -> Self {
+        let disk = profile_dir().with_file_name("tmp");
+        std::fs::create_dir_all(&disk).expect("target/tmp");
+        let dir = |parent: &Path, prefix: &str| {
+            tempfile::Builder::new().prefix(prefix).tempdir_in(parent).expect("a directory")
+        };
+        Self { store: dir(&disk, "store-"), runtime: dir(Path::new("/tmp"), "mk-") }
+    }
+
+    /// Where chunk files and the index are.
+    pub fn store(&self) -> PathBuf {
+        self.store.path().join("store")
+    }
+
+    /// Where the socket is.
+    pub fn runtime(&self) -> PathBuf {
+        self.runtime.path().join("run")
+    }
+
+    /// The socket clients connect to.
+    pub fn socket(&self) -> PathBuf {
+        self.runtime().join("matkv.sock")
+    }
+
+    /// `--set` values for these directories.
+    fn settings(&self, more: &[&str]) -> Vec<String> {
+        let mut all = vec![
+            format!("paths.store_dir={}", self.store().display()),
+            format!("paths.runtime_dir={}", self.runtime().display()),
+            format!("paths.cache_dir={}", cache_dir().display()),
+        ];
+        all.extend(SETTINGS.iter().chain(more).map(|s| (*s).to_owned()));
+        all
+    }
+
+    /// Runs `matkv` to its end with these directories.
+    pub fn matkv(&self, settings: &[&str], arguments: &[&str]) -> Output {
+        let mut command = process::matkv(&self.settings(settings));
+        command.args(arguments);
+        run_with_input(command, b"")
+    }
+}
+
+impl Default for Home {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// A running system.
+pub struct Server {
+    home: Option<Home>,
+    settings: Vec<String>,
+    up: Child,
+    out: Log,
+    err: Log,
+    client: Client,
+    known: Vec<u32>,
+    segment: PathBuf,
+}
+
+impl Server {
+    /// Starts in new directories; nothing if the models have not been fetched.
+    pub async fn start(settings: &[&str]) -> Option<Self> {
+        matkv_testkit::cached_model("smollm2-135m")?;
+        matkv_testkit::cached_model("minilm")?;
+        Some(Self::start_in(Home::new(), settings).await)
+    }
+
+    /// Starts in the directories of an earlier one.
+    ///
+    /// # Panics
+    /// If it is not ready in time.
+    pub async fn start_in(home: Home, settings: &[&str]) -> Self {
+        let settings = home.settings(settings);
+        let mut command = process::matkv(&settings);
+        command.arg("up").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut up = command.spawn().expect("matkv up");
+        let (out, _) = Log::follow(up.stdout.take().expect("piped"));
+        let (err, _) = Log::follow(up.stderr.take().expect("piped"));
+        let client = until("`matkv up` says ready", async || {
+            if let Ok(Some(status)) = up.try_wait() {
+                panic!("matkv up ended with {status}:\n{}{}", out.text(), err.text());
+            }
+            let ready = out.text().contains("ready on ");
+            if ready { matkv_api::connect(&home.socket()).await.ok() } else { None }
+        })
+        .await;
+        let (known, segment) = (Vec::new(), PathBuf::new());
+        let home = Some(home);
+        let mut server = Self { home, settings, up, out, err, client, known, segment };
+        server.note_processes().await;
+        server
+    }
+
+    async fn note_processes(&mut self) {
+        let status = self.status().await;
+        self.known.extend([status.loader_pid, status.decoder_pid]);
+        let found = process::segments(status.loader_pid);
+        let [segment] = found.as_slice() else { panic!("one segment, found {found:?}") };
+        self.segment.clone_from(segment);
+    }
+
+    /// The directories.
+    pub fn home(&self) -> &Home {
+        self.home.as_ref().expect("taken only at the end")
+    }
+
+    /// A client.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Process id of `matkv up`.
+    pub fn up_pid(&self) -> u32 {
+        self.up.id()
+    }
+
+    /// The shared-memory file of the running loader.
+    pub fn segment(&self) -> &Path {
+        &self.segment
+    }
+
+    /// What has been logged so far.
+    pub fn log(&self) -> String {
+        self.err.text()
+    }
+
+    /// The server's status.
+    ///
+    /// # Panics
+    /// If there is none.
+    pub async fn status(&self) -> GetStatusResponse {
+        let status = self.client.clone().get_status(matkv_api::v1::GetStatusRequest {}).await;
+        status.expect("a status").into_inner()
+    }
+
+    /// Waits until another decoder, or another pair, serves instead of the one of `before`.
+    pub async fn restarted(&mut self, before: &GetStatusResponse) -> GetStatusResponse {
+        let socket = self.home().socket();
+        let same_loader = is_alive(before.loader_pid);
+        let (client, status) = until("the service is back", async || {
+            let mut client = matkv_api::connect(&socket).await.ok()?;
+            let status = client.get_status(matkv_api::v1::GetStatusRequest {}).await.ok()?;
+            let status = status.into_inner();
+            let new = status.decoder_pid != before.decoder_pid
+                && (same_loader || status.loader_pid != before.loader_pid);
+            (new && status.state == "ready").then_some((client, status))
+        })
+        .await;
+        self.client = client;
+        self.note_processes().await;
+        status
+    }
+
+    /// Waits until requests hold nothing.
+    pub async fn at_rest(&self) -> GetStatusResponse {
+        until("nothing is held", async || {
+            let s = self.status().await;
+            let busy = s.held_slots + s.requests_running + s.requests_waiting;
+            (busy == 0).then_some(s)
+        })
+        .await
+    }
+
+    /// An answer.
+    ///
+    /// # Errors
+    /// The server's refusal.
+    pub async fn try_ask(&self, request: GenerateRequest) -> Result<Reply, Status> {
+        ask(&self.client, request).await
+    }
+
+    /// An answer.
+    ///
+    /// # Panics
+    /// If the server refuses.
+    pub async fn ask(&self, request: GenerateRequest) -> Reply {
+        let asked = request.clone();
+        self.try_ask(request).await.unwrap_or_else(|e| panic!("{asked:?}: {e}"))
+    }
+
+    /// Ingests documents, each a name and a text.
+    pub async fn ingest(&self, documents: &[(&str, &str)]) -> Ingested {
+        let ingest = Ingest::start(&self.client).await;
+        for (id, text) in documents {
+            ingest.document(id, text).await;
+        }
+        ingest.finish().await
+    }
+
+    /// Documents by name.
+    ///
+    /// # Panics
+    /// If they cannot be listed.
+    pub async fn documents(&self) -> Vec<Document> {
+        let list = self.client.clone().list_documents(matkv_api::v1::ListDocumentsRequest {}).await;
+        list.expect("a list").into_inner().documents
+    }
+
+    /// One document.
+    ///
+    /// # Panics
+    /// If it is not there.
+    pub async fn document(&self, id: &str) -> Document {
+        let found = self.documents().await.into_iter().find(|d| d.document_id == id);
+        found.unwrap_or_else(|| panic!("no document {id}"))
+    }
+
+    /// Runs `matkv` with this server's settings.
+    pub fn matkv(&self, arguments: &[&str]) -> Output {
+        self.matkv_with_input(arguments, b"")
+    }
+
+    /// The same, with something on standard input.
+    pub fn matkv_with_input(&self, arguments: &[&str], input: &[u8]) -> Output {
+        let mut command = process::matkv(&self.settings);
+        command.args(arguments);
+        run_with_input(command, input)
+    }
+
+    /// Waits until nothing is held, stops in order, and looks for anything left behind.
+    pub async fn stop(self) -> Home {
+        self.at_rest().await;
+        let up = self.up.id();
+        self.end(|_| signal("TERM", &[up])).await
+    }
+
+    /// Ends the system by `how` and looks for anything left behind.
+    ///
+    /// # Panics
+    /// If something is, or a thread has panicked.
+    pub async fn end(mut self, how: impl FnOnce(&Self)) -> Home {
+        how(&self);
+        let status = process::wait(&mut self.up, DEADLINE);
+        let said = || format!("{}{}", self.out.text(), self.err.text());
+        let status = status.unwrap_or_else(|| panic!("matkv up does not end:\n{}", said()));
+        assert_eq!(status.code(), Some(0), "exit status of matkv up:\n{}", said());
+        self.all_gone().await;
+        assert!(!self.home().socket().exists(), "the socket is left");
+        assert!(!self.segment.exists(), "{} is left", self.segment.display());
+        assert!(!self.log().contains("panicked"), "{}", self.log());
+        self.home.take().expect("taken only here")
+    }
+
+    /// Waits until every process that was ever seen is dead.
+    pub async fn all_gone(&self) {
+        until("all processes are gone", async || {
+            self.known.iter().all(|pid| !is_alive(*pid)).then_some(())
+        })
+        .await;
+    }
+}
+
+impl Drop for Server {
+    /// A test that failed leaves nothing running.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            println!("--- matkv up ---\n{}{}---", self.out.text(), self.err.text());
+        }
+        let _ = self.up.kill();
+        let _ = self.up.wait();
+        let patience = std::time::Instant::now() + Duration::from_secs(10);
+        while self.known.iter().any(|pid| is_alive(*pid)) && std::time::Instant::now() < patience {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let left: Vec<u32> = self.known.iter().copied().filter(|pid| is_alive(*pid)).collect();
+        if !left.is_empty() {
+            signal("KILL", &left);
+            let _ = std::fs::remove_file(&self.segment);
+        }
+    }
+}
