@@ -7,7 +7,7 @@ export MATKV_CACHE_DIR ?= $(XDG_CACHE)/matkv
 PREFIX ?= /usr/local
 export MATKV_REQUIRE_MODELS = 1
 
-.PHONY: demo build test quick unit e2e nextest models deny bench-e2e bench-cold bench-forward install clean
+.PHONY: demo build test quick compile unit e2e nextest models deny bench-e2e bench-cold bench-forward install clean
 
 demo: build
 	target/release/matkv demo
@@ -21,25 +21,28 @@ test: quick unit e2e
 quick:
 	$(CARGO) fmt --all --check
 	$(CARGO) xtask tidy
-	$(CARGO) clippy --workspace -- -D warnings -D clippy::unwrap_used
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	scripts/deny.sh check bans licenses sources
 
-unit: models nextest
-	$(CARGO) nextest run --workspace --exclude matkv-tests
+unit: compile models nextest
+	$(CARGO) nextest run --workspace -E 'not package(matkv-tests)'
 
 # Two real processes, killed for real.
-e2e: models nextest
-	$(CARGO) build --workspace --bins
-	$(CARGO) nextest run -p matkv-tests
+e2e: compile models nextest
+	$(CARGO) nextest run --workspace -E 'package(matkv-tests)'
+
+# Everything at once: a build of fewer packages would resolve other features, and build the
+# dependencies a second time.
+compile:
+	$(CARGO) build --workspace --all-targets
 
 NEXTEST_VERSION = 0.9.143
 nextest:
 	@$(CARGO) nextest --version >/dev/null 2>&1 || \
 		$(CARGO) install cargo-nextest --version $(NEXTEST_VERSION) --locked
 
-models:
-	$(CARGO) run --quiet --package matkv -- model pull smollm2-135m minilm
+models: compile
+	target/debug/matkv model pull smollm2-135m minilm
 	$(PYTHON) tests/fixtures/scripts/fetch_vocabs.py $(MATKV_CACHE_DIR)/vocabs
 
 # The figures of the README; each prints one JSON object with --format json.

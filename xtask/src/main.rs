@@ -1,4 +1,5 @@
 //! Checks of the code base that no compiler makes: `cargo xtask tidy`.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod edges;

@@ -1,4 +1,5 @@
 //! Process B: decodes. Started by the loader under `matkv up`, or by a service manager.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;

@@ -1,4 +1,5 @@
 //! Process A: retrieves, loads, sub-prefills. Started by `matkv up` or a service manager.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;

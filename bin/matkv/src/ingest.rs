@@ -148,7 +148,7 @@ impl Display {
         let terminal = std::io::stderr().is_terminal();
         let bar = (show && terminal).then(|| {
             let bar = ProgressBar::new(0);
-            let style = ProgressStyle::with_template("{bar:20} {pos}/{len} chunks, {msg}");
+            let style = ProgressStyle::with_template("{bar:12} {pos}/{len} {wide_msg}");
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
             bar
         });

@@ -1,4 +1,5 @@
 //! The command line of MatKV.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod args;

@@ -4,6 +4,7 @@
 //! know nothing of actors: a thread is a function that returns when its [`StopFlag`] is raised.
 //! A panic is caught, reported to the supervisor as a failure, and handled by the child's
 //! [`Policy`]; ractor's default supervisor would stop itself instead.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod stop;

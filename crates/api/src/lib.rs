@@ -1,4 +1,5 @@
 //! The protocol `matkv.v1` and a client for it.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod client;

@@ -2,6 +2,7 @@
 //!
 //! Precedence: flag > environment (`MATKV_*`) > file > preset > default. A key nobody knows is
 //! an error that names the nearest one.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod config;

@@ -6,6 +6,7 @@
 //!
 //! Nothing here believes a size before the superblock's own checksum has been verified, and
 //! nothing allocates from a size in the file.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod chunk_file;

@@ -9,6 +9,7 @@
 //!
 //! Unsafe lives here because of SIMD loads over packed memory. Which thread calls does not
 //! matter; parallel sections run on the caller's rayon pool.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod attention;
 mod block;

@@ -3,6 +3,7 @@
 //! A request moves one way: gateway → `retrieve` thread (embed, search, plan) → `load` thread
 //! (arena, flash) → `compute` thread (sub-prefill, first token, publish) → decoder. What it holds
 //! travels with it in types that give it back when they are dropped.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod arena;

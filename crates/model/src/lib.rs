@@ -2,6 +2,7 @@
 //! template, forward pass over KV segments, sampling.
 //!
 //! Not here: where KV rows live (the caller lends sections), retrieval, scheduling.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod config;

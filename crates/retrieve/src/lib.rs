@@ -1,4 +1,5 @@
 //! Finding chunks: token windows, MiniLM embeddings, a vector index beside the store's tables.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod bert;

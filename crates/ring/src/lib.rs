@@ -2,6 +2,7 @@
 //! a sequence's own slot, the slot allocator, and the handshake's messages.
 //!
 //! Safe code over atomics; the memory comes from `sys`. `docs/ring.md` is the contract.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod alloc;

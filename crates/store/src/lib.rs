@@ -3,6 +3,7 @@
 //! One process opens a store (its lock says which). A chunk file is durable before the index
 //! names it; documents, chunks, tokens and vectors change in one transaction. Data of another
 //! fingerprint lives in another directory: it is never read, and can be removed as a whole.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod chunk_files;

@@ -5,6 +5,7 @@
 //! [`SlotMut`] (exclusive), [`SlotRef`] (read-only, from a read-only mapping) and [`Words`]
 //! (atomics). The region's ledger refuses a handle that would alias another one in this process;
 //! between the processes, the lease protocol of the `ring` crate does.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod control;
 mod doorbell;

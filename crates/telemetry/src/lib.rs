@@ -1,4 +1,5 @@
 //! Metric names, and the recorder and log subscriber of a process.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 use std::io::IsTerminal;

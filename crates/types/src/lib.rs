@@ -1,6 +1,7 @@
 //! The words the whole system shares: identifiers, shapes, encodings, layout arithmetic.
 //!
 //! Not here: any input or output, any policy. Everything in this crate is a plain value.
+#![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
 mod encoding;
