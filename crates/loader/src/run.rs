@@ -15,7 +15,7 @@ use crate::arena::{Arena, ChunkSlot};
 use crate::compile::compile_prefix;
 use crate::core::Core;
 use crate::error::LoaderError;
-use crate::serve::serve;
+use crate::serve::{Signals, serve};
 
 /// How the loader was started.
 #[derive(Clone, Debug, Default)]
@@ -39,13 +39,19 @@ pub(crate) struct Opened {
 /// # Errors
 /// What keeps the loader from starting, or the thread it cannot do without.
 pub fn run(config: &Config, options: Options) -> Result<(), LoaderError> {
-    let opened = open(config)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
         .map_err(|e| LoaderError::Setup(e.to_string()))?;
-    runtime.block_on(serve(config, options, opened))
+    // From here on a signal waits until everything is open, and is then obeyed in order: the
+    // default action would leave the segment behind.
+    let signals = {
+        let _context = runtime.enter();
+        Signals::listen().map_err(|e| LoaderError::Setup(e.to_string()))?
+    };
+    let opened = open(config)?;
+    runtime.block_on(serve(config, options, opened, signals))
 }
 
 fn open(config: &Config) -> Result<Opened, LoaderError> {

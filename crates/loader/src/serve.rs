@@ -8,6 +8,7 @@ use matkv_api::v1::mat_kv_server::MatKvServer;
 use matkv_config::Config;
 use matkv_sys::Segment;
 use tokio::net::{TcpListener, UnixListener};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_stream::wrappers::{TcpListenerStream, UnixListenerStream};
 use tonic::server::NamedService;
 use tonic::transport::Server;
@@ -28,11 +29,28 @@ fn setup(e: impl std::fmt::Display) -> LoaderError {
     LoaderError::Setup(e.to_string())
 }
 
+/// The signals that stop the loader; caught from the moment this exists.
+pub(crate) struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    /// Starts catching; needs a runtime's context.
+    pub fn listen() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+}
+
 /// Serves until a signal or a fatal error.
 pub(crate) async fn serve(
     config: &Config,
     options: Options,
     opened: Opened,
+    mut signals: Signals,
 ) -> Result<(), LoaderError> {
     let Threads { specs, gateway } = threads(config, options, opened)?;
     let (unix, tcp) = listen(config).await?;
@@ -50,12 +68,10 @@ pub(crate) async fn serve(
         tokio::spawn(router.serve_with_incoming_shutdown(incoming, quit(&stop)));
     }
     tracing::info!("listening on {}", config.socket().display());
-    let signals = tokio::signal::unix::SignalKind::terminate();
-    let mut term = tokio::signal::unix::signal(signals).map_err(setup)?;
     tokio::select! {
         _ = tree.ended() => {}
-        _ = term.recv() => {}
-        _ = tokio::signal::ctrl_c() => {}
+        _ = signals.terminate.recv() => {}
+        _ = signals.interrupt.recv() => {}
     }
     let outcome = tree.stop().await;
     // Open streams have been told by now; a client that never reads cannot keep us.
