@@ -6,6 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::files::entries;
 use crate::wait::DEADLINE;
 
 /// `target/<profile>`, where the workspace's programs lie: the test itself is in its `deps`.
@@ -100,8 +101,62 @@ pub fn run_with_input(mut command: Command, input: &[u8]) -> Output {
     Output { code: status.code(), out: out.text(), err: err.text() }
 }
 
+/// A running program that is killed when the test loses it.
+pub struct Running {
+    child: Child,
+    out: Log,
+    err: Log,
+}
+
+impl Running {
+    pub(crate) fn start(mut command: Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+        let (out, _) = Log::follow(child.stdout.take().expect("piped"));
+        let (err, _) = Log::follow(child.stderr.take().expect("piped"));
+        Self { child, out, err }
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// How it has ended, if it has.
+    pub fn ended(&mut self) -> Option<Output> {
+        let status = self.child.try_wait().ok().flatten()?;
+        Some(Output { code: status.code(), out: self.out.text(), err: self.err.text() })
+    }
+
+    /// What it has printed so far, both streams.
+    pub fn said(&self) -> String {
+        self.out.text() + &self.err.text()
+    }
+
+    /// Standard output so far.
+    pub fn out(&self) -> String {
+        self.out.text()
+    }
+
+    /// Standard error so far.
+    pub fn err(&self) -> String {
+        self.err.text()
+    }
+
+    pub(crate) fn kill(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
 /// Waits for a child, by polling.
-pub(crate) fn wait(child: &mut Child, deadline: Duration) -> Option<std::process::ExitStatus> {
+fn wait(child: &mut Child, deadline: Duration) -> Option<std::process::ExitStatus> {
     let started = Instant::now();
     while started.elapsed() < deadline {
         if let Ok(Some(status)) = child.try_wait() {
@@ -135,8 +190,19 @@ pub fn is_alive(pid: u32) -> bool {
     stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['Z', 'X']))
 }
 
+/// Children that a process, whichever of its threads, has started and that are alive.
+pub fn children(pid: u32) -> Vec<u32> {
+    let threads = entries(format!("/proc/{pid}/task").as_ref());
+    let lists = threads.iter().filter_map(|t| std::fs::read_to_string(t.join("children")).ok());
+    let pids: Vec<u32> = lists
+        .flat_map(|l| l.split_whitespace().map(str::parse).collect::<Vec<_>>())
+        .flatten()
+        .collect();
+    pids.into_iter().filter(|pid| is_alive(*pid)).collect()
+}
+
 /// The shared-memory segments a process has mapped.
-pub(crate) fn segments(pid: u32) -> Vec<PathBuf> {
+pub fn segments(pid: u32) -> Vec<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
     let mut found: Vec<PathBuf> = maps
         .lines()

@@ -1,7 +1,6 @@
 //! `matkv up` and its two processes, in directories of their own.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use matkv_api::Client;
@@ -10,9 +9,9 @@ use tempfile::TempDir;
 use tonic::Status;
 
 use crate::ingest::{Ingest, Ingested};
-use crate::process::{self, Log, Output, is_alive, profile_dir, run_with_input, signal};
+use crate::process::{self, Output, Running, is_alive, profile_dir, run_with_input, signal};
 use crate::reply::{Reply, ask};
-use crate::wait::{DEADLINE, until};
+use crate::wait::until;
 
 /// Settings of every server here; a test's own come after them.
 const SETTINGS: [&str; 4] =
@@ -33,6 +32,13 @@ pub struct Home {
 }
 
 impl Home {
+    /// Says that the tests are skipped, if the models have not been fetched.
+    pub fn models() -> Option<()> {
+        matkv_testkit::cached_model("smollm2-135m")?;
+        matkv_testkit::cached_model("minilm")?;
+        Some(())
+    }
+
     /// Empty directories.
     ///
     /// # Panics
@@ -72,6 +78,13 @@ impl Home {
         all
     }
 
+    /// Starts `matkv up` with these directories.
+    pub fn up(&self, settings: &[&str]) -> Running {
+        let mut command = process::matkv(&self.settings(settings));
+        command.arg("up");
+        Running::start(command)
+    }
+
     /// Runs `matkv` to its end with these directories.
     pub fn matkv(&self, settings: &[&str], arguments: &[&str]) -> Output {
         let mut command = process::matkv(&self.settings(settings));
@@ -90,9 +103,7 @@ impl Default for Home {
 pub struct Server {
     home: Option<Home>,
     settings: Vec<String>,
-    up: Child,
-    out: Log,
-    err: Log,
+    up: Running,
     client: Client,
     known: Vec<u32>,
     segment: PathBuf,
@@ -101,8 +112,7 @@ pub struct Server {
 impl Server {
     /// Starts in new directories; nothing if the models have not been fetched.
     pub async fn start(settings: &[&str]) -> Option<Self> {
-        matkv_testkit::cached_model("smollm2-135m")?;
-        matkv_testkit::cached_model("minilm")?;
+        Home::models()?;
         Some(Self::start_in(Home::new(), settings).await)
     }
 
@@ -111,23 +121,19 @@ impl Server {
     /// # Panics
     /// If it is not ready in time.
     pub async fn start_in(home: Home, settings: &[&str]) -> Self {
+        let mut up = home.up(settings);
         let settings = home.settings(settings);
-        let mut command = process::matkv(&settings);
-        command.arg("up").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut up = command.spawn().expect("matkv up");
-        let (out, _) = Log::follow(up.stdout.take().expect("piped"));
-        let (err, _) = Log::follow(up.stderr.take().expect("piped"));
         let client = until("`matkv up` says ready", async || {
-            if let Ok(Some(status)) = up.try_wait() {
-                panic!("matkv up ended with {status}:\n{}{}", out.text(), err.text());
+            if let Some(ended) = up.ended() {
+                panic!("matkv up ended: {ended:?}");
             }
-            let ready = out.text().contains("ready on ");
+            let ready = up.out().contains("ready on ");
             if ready { matkv_api::connect(&home.socket()).await.ok() } else { None }
         })
         .await;
         let (known, segment) = (Vec::new(), PathBuf::new());
         let home = Some(home);
-        let mut server = Self { home, settings, up, out, err, client, known, segment };
+        let mut server = Self { home, settings, up, client, known, segment };
         server.note_processes().await;
         server
     }
@@ -152,7 +158,7 @@ impl Server {
 
     /// Process id of `matkv up`.
     pub fn up_pid(&self) -> u32 {
-        self.up.id()
+        self.up.pid()
     }
 
     /// The shared-memory file of the running loader.
@@ -162,7 +168,7 @@ impl Server {
 
     /// What has been logged so far.
     pub fn log(&self) -> String {
-        self.err.text()
+        self.up.err()
     }
 
     /// The server's status.
@@ -261,7 +267,7 @@ impl Server {
     /// Waits until nothing is held, stops in order, and looks for anything left behind.
     pub async fn stop(self) -> Home {
         self.at_rest().await;
-        let up = self.up.id();
+        let up = self.up.pid();
         self.end(|_| signal("TERM", &[up])).await
     }
 
@@ -271,10 +277,8 @@ impl Server {
     /// If something is, or a thread has panicked.
     pub async fn end(mut self, how: impl FnOnce(&Self)) -> Home {
         how(&self);
-        let status = process::wait(&mut self.up, DEADLINE);
-        let said = || format!("{}{}", self.out.text(), self.err.text());
-        let status = status.unwrap_or_else(|| panic!("matkv up does not end:\n{}", said()));
-        assert_eq!(status.code(), Some(0), "exit status of matkv up:\n{}", said());
+        let ended = until("`matkv up` ends", async || self.up.ended()).await;
+        assert_eq!(ended.code, Some(0), "{ended:?}");
         self.all_gone().await;
         assert!(!self.home().socket().exists(), "the socket is left");
         assert!(!self.segment.exists(), "{} is left", self.segment.display());
@@ -295,10 +299,9 @@ impl Drop for Server {
     /// A test that failed leaves nothing running.
     fn drop(&mut self) {
         if std::thread::panicking() {
-            println!("--- matkv up ---\n{}{}---", self.out.text(), self.err.text());
+            println!("--- matkv up ---\n{}---", self.up.said());
         }
-        let _ = self.up.kill();
-        let _ = self.up.wait();
+        self.up.kill();
         let patience = std::time::Instant::now() + Duration::from_secs(10);
         while self.known.iter().any(|pid| is_alive(*pid)) && std::time::Instant::now() < patience {
             std::thread::sleep(Duration::from_millis(10));

@@ -7,7 +7,8 @@ use std::path::PathBuf;
 use matkv_api::v1::generate_event::Event;
 use matkv_api::v1::{GenerateEvent, GenerateRequest};
 use matkv_tests::{
-    DEADLINE, Reply, Server, entries, is_alive, metric, open, question, read, signal, text, until,
+    DEADLINE, Home, Reply, Server, children, entries, is_alive, metric, open, question, read,
+    segments, signal, text, until,
 };
 use tonic::{Code, Status, Streaming};
 
@@ -182,12 +183,7 @@ async fn killed_from_above(server: Server) {
 /// A child of a process, other than an earlier one.
 async fn next_child(parent: u32, earlier: u32) -> u32 {
     until("a new child is started", async || {
-        // Any thread may have started it.
-        let threads = entries(format!("/proc/{parent}/task").as_ref());
-        let lists = threads.iter().filter_map(|t| std::fs::read_to_string(t.join("children")).ok());
-        let pids = lists.flat_map(|l| l.split_whitespace().map(str::to_owned).collect::<Vec<_>>());
-        let mut pids = pids.filter_map(|p| p.parse::<u32>().ok());
-        pids.find(|pid| *pid != earlier && is_alive(*pid))
+        children(parent).into_iter().find(|pid| *pid != earlier)
     })
     .await
 }
@@ -212,4 +208,44 @@ async fn what_is_killed_while_it_starts_is_started_again() {
     let reply = read(open(server.client(), question(QUESTION)).await.expect("admitted")).await;
     assert!(!reply.expect("an answer").tokens.is_empty());
     server.stop().await;
+}
+
+/// Stopped, or killed from above, before it was ready: nothing is left, whatever it was doing.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_stopped_while_it_starts_leaves_nothing() {
+    if Home::models().is_none() {
+        return;
+    }
+    let mut problems = Vec::new();
+    // Moments: the process exists, it has its shared memory, it has started a decoder.
+    for (how, moment) in [("TERM", 0), ("TERM", 1), ("TERM", 2), ("KILL", 1), ("INT", 1)] {
+        let home = Home::new();
+        let mut up = home.up(&["arena.size=32MiB"]);
+        let loader = next_child(up.pid(), 0).await;
+        let segment = until("the loader has come so far", async || {
+            let segment = segments(loader).pop();
+            match moment {
+                0 => Some(segment),
+                1 => segment.map(Some),
+                _ => (!children(loader).is_empty()).then_some(segment),
+            }
+        })
+        .await;
+        let decoders = children(loader);
+        // A terminal tells both.
+        let both = [up.pid(), loader];
+        signal(how, if how == "INT" { &both } else { &both[..1] });
+        until("`matkv up` ends", async || up.ended()).await;
+        let pids = decoders.iter().chain([&loader]);
+        until("both processes end", async || pids.clone().all(|pid| !is_alive(*pid)).then_some(()))
+            .await;
+        if let Some(left) = segment.filter(|s| s.exists()) {
+            problems.push(format!("{how} at moment {moment}: {} is left", left.display()));
+            let _ = std::fs::remove_file(left);
+        }
+        if home.socket().exists() {
+            problems.push(format!("{how} at moment {moment}: the socket is left"));
+        }
+    }
+    assert!(problems.is_empty(), "{problems:#?}");
 }

@@ -5,8 +5,9 @@ use matkv_api::v1::generate_event::Event;
 use matkv_tests::{Reply, Server, ask, metric, open, question, same_logits, text};
 use tonic::Code;
 
-/// Room for a dozen chunks or one full prefill and a few: eight requests do not fit together.
-const ARENA: &str = "arena.size=40MiB";
+/// Room for a dozen chunks, or for one full prefill and half of them: eight requests do not fit
+/// together.
+const ARENA: &str = "arena.size=24MiB";
 const REQUESTS: usize = 8;
 
 /// Three chunks each, of six documents, in every mode.
@@ -18,6 +19,7 @@ fn requests() -> Vec<GenerateRequest> {
         temperature: (i % 3 == 2).then_some(1.0),
         seed: Some(i as u64),
         return_logits: true,
+        max_new_tokens: Some(8),
         ..question("Who remembered the copper bell?")
     };
     (0..REQUESTS).map(request).collect()
@@ -55,9 +57,9 @@ fn assert_same(what: &str, expected: &[Reply], found: &[Reply]) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crowd_is_answered_like_one_alone() {
-    let settings = [ARENA, "chunker.chunk_size=96", "pipeline.queue=8"];
+    let settings = [ARENA, "chunker.chunk_size=64", "pipeline.queue=8"];
     let Some(server) = Server::start(&settings).await else { return };
-    let texts: Vec<(String, String)> = (0..6).map(|i| (format!("log-{i}"), text(i, 190))).collect();
+    let texts: Vec<(String, String)> = (0..6).map(|i| (format!("log-{i}"), text(i, 130))).collect();
     let documents: Vec<(&str, &str)> =
         texts.iter().map(|(id, text)| (id.as_str(), text.as_str())).collect();
     assert_eq!(server.ingest(&documents).await.summary.documents, 6);
@@ -136,7 +138,7 @@ async fn queue_is_bounded(server: &Server, expected: &Reply) {
 
 /// A document is removed while its chunks are read: that answer is the same, the next one none.
 async fn deleted_while_decoding(server: &Server) {
-    server.ingest(&[("brief", &text(41, 150))]).await;
+    server.ingest(&[("brief", &text(41, 100))]).await;
     let document_ids = vec!["brief".into()];
     let request =
         GenerateRequest { document_ids, max_new_tokens: Some(40), ..requests()[0].clone() };
@@ -162,7 +164,7 @@ async fn deleted_while_decoding(server: &Server) {
 
 /// An ingest takes part of a small arena, and no request is refused for it.
 async fn while_ingesting(server: &Server, expected: &Reply) {
-    let (client, more) = (server.client().clone(), text(77, 500));
+    let (client, more) = (server.client().clone(), text(77, 200));
     let ingest = tokio::spawn(async move {
         let ingest = matkv_tests::Ingest::start(&client).await;
         ingest.document("more", &more).await;
