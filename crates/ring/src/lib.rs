@@ -9,6 +9,7 @@ mod alloc;
 mod descriptor;
 mod geometry;
 mod handshake;
+mod memory;
 mod queue;
 mod record;
 mod sequence;
@@ -17,6 +18,13 @@ pub use alloc::{ExtentAllocator, size_class};
 pub use descriptor::{AllegedDescriptor, Completion, DescriptorError, Submission};
 pub use geometry::{ABI_VERSION, Geometry, GeometryError, Header};
 pub use handshake::{Hello, Welcome};
+pub use memory::{Bell, Memory};
 pub use queue::{Consumer, DESCRIPTOR_WORDS, Producer, QueueError, ring_words};
 pub use record::{RecordError, SegmentRecord, SequenceRecord, SlotRecord};
 pub use sequence::{SequenceControl, TokenLog, control_words};
+
+/// Places of the words that order the others, for the models.
+pub mod layout {
+    pub use crate::queue::{FIRST, HEAD, PARKED, TAIL};
+    pub use crate::sequence::{CANCEL, COUNT, NOTIFIED};
+}

@@ -11,17 +11,23 @@
 //! `parked` (SeqCst) and then looks at the tail; the producer stores the tail, fences (SeqCst)
 //! and then looks at `parked`. One of the two sees the other.
 
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use matkv_sys::{Doorbell, Words};
 
+use crate::memory::{Bell, Memory};
+
 /// Words of a descriptor.
 pub const DESCRIPTOR_WORDS: usize = 8;
-const TAIL: usize = 0;
-const HEAD: usize = 16;
-const PARKED: usize = 32;
-const FIRST: usize = 48;
+/// Word of the producer's index.
+pub const TAIL: usize = 0;
+/// Word of the consumer's index.
+pub const HEAD: usize = 16;
+/// Word that says that the consumer sleeps, or is about to.
+pub const PARKED: usize = 32;
+/// First word of the descriptors.
+pub const FIRST: usize = 48;
 
 /// Words a ring of this capacity takes.
 pub const fn ring_words(capacity: usize) -> usize {
@@ -50,36 +56,36 @@ pub enum QueueError {
 }
 
 /// The writing end.
-pub struct Producer {
-    words: Words,
+pub struct Producer<M = Words, B = Doorbell> {
+    words: M,
     capacity: usize,
     tail: u64,
     head_seen: u64,
-    bell: Option<Doorbell>,
+    bell: Option<B>,
 }
 
 /// The reading end.
-pub struct Consumer {
-    words: Words,
+pub struct Consumer<M = Words, B = Doorbell> {
+    words: M,
     capacity: usize,
     head: u64,
     tail_seen: u64,
-    bell: Option<Doorbell>,
+    bell: Option<B>,
 }
 
-fn check_size(words: &Words, capacity: usize) {
-    assert!(capacity.is_power_of_two() && words.len() >= ring_words(capacity), "ring size");
+fn check_size(words: &impl Memory, capacity: usize) {
+    assert!(capacity.is_power_of_two() && words.count() >= ring_words(capacity), "ring size");
 }
 
-impl Producer {
+impl<M: Memory, B: Bell> Producer<M, B> {
     /// The producer of a ring whose words are zero or were left by a finished epoch.
     ///
     /// # Panics
     /// If the capacity is not a power of two or the words do not suffice.
-    pub fn new(words: Words, capacity: usize, bell: Option<Doorbell>) -> Self {
+    pub fn new(words: M, capacity: usize, bell: Option<B>) -> Self {
         check_size(&words, capacity);
-        let tail = words[TAIL].load(Ordering::Relaxed);
-        let head_seen = words[HEAD].load(Ordering::Acquire);
+        let tail = words.load(TAIL, Ordering::Relaxed);
+        let head_seen = words.load(HEAD, Ordering::Acquire);
         Self { words, capacity, tail, head_seen, bell }
     }
 
@@ -88,7 +94,7 @@ impl Producer {
     /// # Errors
     /// [`QueueError::Corrupt`] if the consumer's index is impossible.
     pub fn room(&mut self) -> Result<usize, QueueError> {
-        self.head_seen = self.words[HEAD].load(Ordering::Acquire);
+        self.head_seen = self.words.load(HEAD, Ordering::Acquire);
         let fill = self.tail.wrapping_sub(self.head_seen);
         if fill > self.capacity as u64 {
             let (found, own, capacity) = (self.head_seen, self.tail, self.capacity);
@@ -109,14 +115,14 @@ impl Producer {
         }
         for descriptor in batch {
             let at = FIRST + (self.tail as usize & (self.capacity - 1)) * DESCRIPTOR_WORDS;
-            for (word, value) in self.words[at..at + DESCRIPTOR_WORDS].iter().zip(descriptor) {
-                word.store(*value, Ordering::Relaxed);
+            for (i, value) in descriptor.iter().enumerate() {
+                self.words.store(at + i, *value, Ordering::Relaxed);
             }
             self.tail = self.tail.wrapping_add(1);
         }
-        self.words[TAIL].store(self.tail, Ordering::Release);
-        fence(Ordering::SeqCst);
-        if self.words[PARKED].load(Ordering::Relaxed) != 0
+        self.words.store(TAIL, self.tail, Ordering::Release);
+        self.words.fence(Ordering::SeqCst);
+        if self.words.load(PARKED, Ordering::Relaxed) != 0
             && let Some(bell) = &self.bell
         {
             bell.ring();
@@ -125,14 +131,14 @@ impl Producer {
     }
 }
 
-impl Consumer {
+impl<M: Memory, B: Bell> Consumer<M, B> {
     /// The consumer of a ring.
     ///
     /// # Panics
     /// If the capacity is not a power of two or the words do not suffice.
-    pub fn new(words: Words, capacity: usize, bell: Option<Doorbell>) -> Self {
+    pub fn new(words: M, capacity: usize, bell: Option<B>) -> Self {
         check_size(&words, capacity);
-        let head = words[HEAD].load(Ordering::Relaxed);
+        let head = words.load(HEAD, Ordering::Relaxed);
         Self { tail_seen: head, words, capacity, head, bell }
     }
 
@@ -142,7 +148,7 @@ impl Consumer {
     /// [`QueueError::Corrupt`] if the producer's index is impossible.
     pub fn take(&mut self) -> Result<Option<[u64; DESCRIPTOR_WORDS]>, QueueError> {
         if self.head == self.tail_seen {
-            self.tail_seen = self.words[TAIL].load(Ordering::Acquire);
+            self.tail_seen = self.words.load(TAIL, Ordering::Acquire);
             if self.tail_seen.wrapping_sub(self.head) > self.capacity as u64 {
                 let (found, own, capacity) = (self.tail_seen, self.head, self.capacity);
                 return Err(QueueError::Corrupt { found, own, capacity });
@@ -152,10 +158,9 @@ impl Consumer {
             }
         }
         let at = FIRST + (self.head as usize & (self.capacity - 1)) * DESCRIPTOR_WORDS;
-        let words = &self.words[at..at + DESCRIPTOR_WORDS];
-        let descriptor = std::array::from_fn(|i| words[i].load(Ordering::Relaxed));
+        let descriptor = std::array::from_fn(|i| self.words.load(at + i, Ordering::Relaxed));
         self.head = self.head.wrapping_add(1);
-        self.words[HEAD].store(self.head, Ordering::Release);
+        self.words.store(HEAD, self.head, Ordering::Release);
         Ok(Some(descriptor))
     }
 
@@ -164,24 +169,24 @@ impl Consumer {
     pub fn park(&self, timeout: Duration) {
         let Some(bell) = &self.bell else { return };
         let seen = bell.count();
-        self.words[PARKED].store(1, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
-        if self.words[TAIL].load(Ordering::Acquire) == self.head {
+        self.words.store(PARKED, 1, Ordering::SeqCst);
+        self.words.fence(Ordering::SeqCst);
+        if self.words.load(TAIL, Ordering::Acquire) == self.head {
             bell.wait(seen, timeout);
         }
-        self.words[PARKED].store(0, Ordering::SeqCst);
+        self.words.store(PARKED, 0, Ordering::SeqCst);
     }
 
     /// Whether a descriptor is waiting.
     pub fn has_next(&self) -> bool {
-        self.words[TAIL].load(Ordering::Acquire) != self.head
+        self.words.load(TAIL, Ordering::Acquire) != self.head
     }
 }
 
 /// Empties a ring between epochs; both ends are gone.
-pub(crate) fn reset(words: &Words) {
+pub(crate) fn reset(words: &impl Memory) {
     for index in [TAIL, HEAD, PARKED] {
-        words[index].store(0, Ordering::SeqCst);
+        words.store(index, 0, Ordering::SeqCst);
     }
 }
 

@@ -5,16 +5,20 @@
 //! then the record, then one word per token. Everything is atomic: nothing here is ever a
 //! reference into memory the peer writes.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 use matkv_sys::Words;
 
+use crate::memory::Memory;
 use crate::record::{RecordError, SequenceRecord};
 
 const SEQUENCE: usize = 0;
-const CANCEL: usize = 1;
-const NOTIFIED: usize = 2;
-const COUNT: usize = 3;
+/// Word A sets to stop the sequence.
+pub const CANCEL: usize = 1;
+/// Word that says that a "tokens" descriptor is under way.
+pub const NOTIFIED: usize = 2;
+/// Word of the number of tokens.
+pub const COUNT: usize = 3;
 const RECORD_LEN: usize = 4;
 const DECODE_NS: usize = 5;
 const RECORD: usize = 8;
@@ -26,29 +30,25 @@ pub const fn control_words(record_len: usize, tokens: usize) -> usize {
 
 /// The control part of one sequence.
 #[derive(Clone)]
-pub struct SequenceControl {
-    words: Words,
+pub struct SequenceControl<M = Words> {
+    words: M,
 }
 
 /// Tokens a sequence has produced.
-pub struct TokenLog {
-    control: SequenceControl,
+pub struct TokenLog<M = Words> {
+    control: SequenceControl<M>,
     first: usize,
     read: usize,
 }
 
-impl SequenceControl {
+impl<M: Memory> SequenceControl<M> {
     /// Over the words at the start of the slot.
     ///
     /// # Panics
     /// If there are fewer words than the fixed part.
-    pub fn new(words: Words) -> Self {
-        assert!(words.len() >= RECORD, "control part of {} words", words.len());
+    pub fn new(words: M) -> Self {
+        assert!(words.count() >= RECORD, "control part of {} words", words.count());
         Self { words }
-    }
-
-    fn word(&self, at: usize) -> &AtomicU64 {
-        &self.words[at]
     }
 
     /// A, before publishing: fills the control part. The ring's release store makes it visible.
@@ -56,9 +56,9 @@ impl SequenceControl {
     /// # Panics
     /// If the record and the tokens do not fit.
     pub fn fill(&self, sequence: u64, record: &[u64], first_token: u32) {
-        let tokens = self.words.len() - RECORD;
+        let tokens = self.words.count() - RECORD;
         assert!(record.len() < tokens, "record of {} words in {tokens}", record.len());
-        let put = |at: usize, value: u64| self.word(at).store(value, Ordering::Relaxed);
+        let put = |at: usize, value: u64| self.words.store(at, value, Ordering::Relaxed);
         put(SEQUENCE, sequence);
         put(CANCEL, 0);
         put(NOTIFIED, 0);
@@ -74,69 +74,69 @@ impl SequenceControl {
     /// # Errors
     /// If it is not the record of `sequence`.
     pub fn record(&self, sequence: u64) -> Result<SequenceRecord, RecordError> {
-        let found = self.word(SEQUENCE).load(Ordering::Relaxed);
+        let found = self.words.load(SEQUENCE, Ordering::Relaxed);
         if found != sequence {
             return Err(RecordError::Invalid { field: "sequence number", found });
         }
-        let len = self.word(RECORD_LEN).load(Ordering::Relaxed);
-        if len >= (self.words.len() - RECORD) as u64 {
+        let len = self.words.load(RECORD_LEN, Ordering::Relaxed);
+        if len >= (self.words.count() - RECORD) as u64 {
             return Err(RecordError::Invalid { field: "record length", found: len });
         }
-        let copy: Vec<u64> = self.words[RECORD..RECORD + len as usize]
-            .iter()
-            .map(|w| w.load(Ordering::Relaxed))
-            .collect();
+        let copy: Vec<u64> =
+            (0..len as usize).map(|i| self.words.load(RECORD + i, Ordering::Relaxed)).collect();
         SequenceRecord::decode(&copy)
     }
 
     /// The token log.
-    pub fn log(&self) -> TokenLog {
-        let len = self.word(RECORD_LEN).load(Ordering::Relaxed) as usize;
-        let first = RECORD + len.min(self.words.len() - RECORD);
+    pub fn log(&self) -> TokenLog<M> {
+        let len = self.words.load(RECORD_LEN, Ordering::Relaxed) as usize;
+        let first = RECORD + len.min(self.words.count() - RECORD);
         TokenLog { control: self.clone(), first, read: 0 }
     }
 
     /// A: asks B to stop at the next token.
     pub fn cancel(&self) {
-        self.word(CANCEL).store(1, Ordering::Release);
+        self.words.store(CANCEL, 1, Ordering::Release);
     }
 
     /// B: whether to stop.
     pub fn cancelled(&self) -> bool {
-        self.word(CANCEL).load(Ordering::Acquire) != 0
+        self.words.load(CANCEL, Ordering::Acquire) != 0
     }
 
     /// B, after appending: true if a `Tokens` descriptor must be sent, because none is under way.
     pub fn notify(&self) -> bool {
-        self.word(NOTIFIED).swap(1, Ordering::AcqRel) == 0
+        self.words.swap(NOTIFIED, 1, Ordering::AcqRel) == 0
     }
 
     /// A, on receiving `Tokens`, before reading the log.
     pub fn acknowledge(&self) {
-        self.word(NOTIFIED).swap(0, Ordering::AcqRel);
+        self.words.swap(NOTIFIED, 0, Ordering::AcqRel);
     }
 
     /// B: adds to the time spent decoding.
     pub fn add_decode_ns(&self, ns: u64) {
-        self.word(DECODE_NS).fetch_add(ns, Ordering::Relaxed);
+        // B alone writes it.
+        let so_far = self.words.load(DECODE_NS, Ordering::Relaxed);
+        self.words.store(DECODE_NS, so_far + ns, Ordering::Relaxed);
     }
 
     /// A, after the end: nanoseconds B spent decoding.
     pub fn decode_ns(&self) -> u64 {
-        self.word(DECODE_NS).load(Ordering::Relaxed)
+        self.words.load(DECODE_NS, Ordering::Relaxed)
     }
 }
 
-impl TokenLog {
+impl<M: Memory> TokenLog<M> {
     /// Tokens the log has room for.
     pub fn capacity(&self) -> usize {
-        self.control.words.len() - self.first
+        self.control.words.count() - self.first
     }
 
     /// Tokens there are; at most the capacity, whatever the peer says.
     pub fn len(&self) -> usize {
         // SYNC POINT: pairs with the Release store in `append`.
-        let count = self.control.word(COUNT).load(Ordering::Acquire);
+        let count = self.control.words.load(COUNT, Ordering::Acquire);
         (count as usize).min(self.capacity())
     }
 
@@ -147,7 +147,7 @@ impl TokenLog {
 
     /// The token at `i`, if it is there.
     pub fn get(&self, i: usize) -> Option<u32> {
-        (i < self.len()).then(|| self.control.word(self.first + i).load(Ordering::Relaxed) as u32)
+        (i < self.len()).then(|| self.control.words.load(self.first + i, Ordering::Relaxed) as u32)
     }
 
     /// B: appends a token; false if the log is full.
@@ -156,8 +156,8 @@ impl TokenLog {
         if len >= self.capacity() {
             return false;
         }
-        self.control.word(self.first + len).store(u64::from(token), Ordering::Relaxed);
-        self.control.word(COUNT).store(len as u64 + 1, Ordering::Release);
+        self.control.words.store(self.first + len, u64::from(token), Ordering::Relaxed);
+        self.control.words.store(COUNT, len as u64 + 1, Ordering::Release);
         true
     }
 
@@ -184,8 +184,8 @@ mod tests {
         assert_eq!(reader.read_new(), [51, 52]);
         assert!(writer.append(53) && !writer.append(54));
         assert_eq!(reader.read_new(), [53]);
-        control.word(COUNT).store(u64::MAX, Ordering::SeqCst);
-        control.word(RECORD_LEN).store(u64::MAX, Ordering::SeqCst);
+        control.words.store(COUNT, u64::MAX, Ordering::SeqCst);
+        control.words.store(RECORD_LEN, u64::MAX, Ordering::SeqCst);
         assert!(control.log().read_new().is_empty());
         assert!(control.record(7).is_err());
     }
