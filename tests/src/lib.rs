@@ -15,7 +15,9 @@ mod wait;
 pub use files::{chunk_file, chunk_files, entries};
 pub use ingest::{Ingest, Ingested};
 pub use matkv_testkit::text;
-pub use process::{Output, Running, children, is_alive, program, run_with_input, segments, signal};
+pub use process::{
+    Output, Running, children, descriptors, is_alive, program, run_with_input, segments, signal,
+};
 pub use reply::{Reply, ask, metric, open, question, read, same_logits};
 pub use server::{Home, Server};
 pub use wait::{DEADLINE, until};

@@ -201,6 +201,11 @@ pub fn children(pid: u32) -> Vec<u32> {
     pids.into_iter().filter(|pid| is_alive(*pid)).collect()
 }
 
+/// Descriptors a process has open.
+pub fn descriptors(pid: u32) -> usize {
+    entries(format!("/proc/{pid}/fd").as_ref()).len()
+}
+
 /// The shared-memory segments a process has mapped.
 pub fn segments(pid: u32) -> Vec<PathBuf> {
     let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();

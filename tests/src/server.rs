@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use matkv_api::Client;
 use matkv_api::v1::{Document, GenerateRequest, GetStatusResponse};
+use matkv_sys::CrashPoint;
 use tempfile::TempDir;
 use tonic::Status;
 
@@ -62,6 +63,27 @@ impl Home {
         self.runtime.path().join("run")
     }
 
+    /// The file by which a process is told where to die.
+    fn crash_file(&self) -> PathBuf {
+        self.runtime.path().join("crash")
+    }
+
+    /// Makes a program of this system die at its next pass of a step.
+    ///
+    /// # Panics
+    /// If that cannot be written.
+    pub fn crash_at(&self, program: &str, step: CrashPoint) {
+        let file = self.crash_file();
+        let temp = file.with_extension("new");
+        let asked = format!("{program} {}", step.name());
+        std::fs::write(&temp, asked).and_then(|()| std::fs::rename(&temp, &file)).expect("armed");
+    }
+
+    /// Whether the step has been passed, and the process has died.
+    pub fn has_crashed(&self) -> bool {
+        !self.crash_file().exists()
+    }
+
     /// The socket clients connect to.
     pub fn socket(&self) -> PathBuf {
         self.runtime().join("matkv.sock")
@@ -81,7 +103,7 @@ impl Home {
     /// Starts `matkv up` with these directories.
     pub fn up(&self, settings: &[&str]) -> Running {
         let mut command = process::matkv(&self.settings(settings));
-        command.arg("up");
+        command.arg("up").env("MATKV_CRASH_FILE", self.crash_file());
         Running::start(command)
     }
 

@@ -1,15 +1,14 @@
 //! `matkv up`: starts and supervises the two processes.
 
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use matkv_config::Resolved;
 
 use crate::pair::Pair;
 
-/// A loader that lived this long was healthy: the next failure starts counting anew.
-const HEALTHY: Duration = Duration::from_secs(30);
-/// Failures in a row before giving up.
+/// Starts in a row that never came to serve before giving up. A pair that has served is started
+/// again for as long as it takes: whatever killed it, its users want it back.
 const FAILURES_MAX: u32 = 5;
 
 pub fn run(resolved: &Resolved) -> anyhow::Result<ExitCode> {
@@ -24,12 +23,12 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
     let mut failures = 0;
     let mut was_ready = false;
     loop {
-        let started = Instant::now();
         let mut pair = Pair::start(resolved)?;
         tokio::select! {
             ready = pair.ready(&resolved.config) => match ready {
                 Ok(_) => {
                     was_ready = true;
+                    failures = 0;
                     note(format_args!("ready on {}", resolved.config.socket().display()));
                 }
                 // A loader that has never been ready refuses its configuration.
@@ -50,9 +49,11 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
                 _ = tokio::signal::ctrl_c() => return stop(pair),
             }
         };
-        failures = if started.elapsed() > HEALTHY { 1 } else { failures + 1 };
+        failures += 1;
         if failures > FAILURES_MAX {
-            anyhow::bail!("the loader ended {failures} times in a row, last with {status}");
+            anyhow::bail!(
+                "the loader ended {failures} times in a row without serving, last with {status}"
+            );
         }
         eprintln!("matkv: the loader ended ({status}); starting both processes again");
         tokio::time::sleep(Duration::from_millis(50 << failures)).await;

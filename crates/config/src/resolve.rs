@@ -62,9 +62,10 @@ pub struct Resolved {
 }
 
 /// Variables that steer the programs themselves and are no settings.
-const OTHER_VARIABLES: [&str; 6] = [
+const OTHER_VARIABLES: [&str; 7] = [
     "MATKV_PYTHON",
     "MATKV_ISA",
+    "MATKV_CRASH_FILE",
     "MATKV_CONFIG",
     "MATKV_PRESET",
     "MATKV_REQUIRE_MODELS",

@@ -9,7 +9,7 @@ use matkv_model::{LanguageModel, Step};
 use matkv_ring::{
     AllegedDescriptor, Completion, Consumer, DescriptorError, Header, Producer, Submission,
 };
-use matkv_sys::Region;
+use matkv_sys::{CrashPoint, Region, crash_point};
 use matkv_telemetry::names;
 use matkv_types::FinishReason;
 
@@ -90,6 +90,7 @@ impl<'a> Batch<'a> {
         match Sequence::admit(&self.region, &self.arena, shape, submission, self.model) {
             Ok(sequence) => {
                 self.running.push(sequence);
+                crash_point(CrashPoint::ClaimBorrowed);
                 Ok(())
             }
             Err(e) => {
@@ -115,6 +116,7 @@ impl<'a> Batch<'a> {
             let mut steps: Vec<Step<'_>> = parts.iter_mut().map(StepParts::step).collect();
             self.model.forward(&mut steps)
         };
+        crash_point(CrashPoint::DecodeComputed);
         let ns = started.elapsed().as_nanos() as u64;
         let mut posts = Vec::new();
         let mut ended = Vec::new();
@@ -126,16 +128,23 @@ impl<'a> Batch<'a> {
                     ended.push(i);
                 }
                 None if sequence.control.notify() => {
+                    crash_point(CrashPoint::DecodeNotified);
                     posts.push(Completion::Tokens { sequence: sequence.id });
                 }
                 None => {}
             }
         }
         // Slots are let go before the loader is told that it may reuse them.
+        let any_ended = !ended.is_empty();
         for i in ended.into_iter().rev() {
             self.running.swap_remove(i);
+            crash_point(CrashPoint::ReleaseDropped);
         }
-        self.post(&posts)
+        self.post(&posts)?;
+        if any_ended {
+            crash_point(CrashPoint::ReleasePosted);
+        }
+        Ok(())
     }
 
     fn post(&mut self, posts: &[Completion]) -> Result<(), DecoderError> {

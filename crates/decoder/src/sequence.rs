@@ -6,7 +6,7 @@ use matkv_model::{
     Detokenizer, ForwardRow, LanguageModel, Sampler, Segment, Source, Step, StopFilter,
 };
 use matkv_ring::{SequenceControl, SequenceRecord, SlotRecord, Submission, TokenLog};
-use matkv_sys::{Region, SlotMut, SlotRef};
+use matkv_sys::{CrashPoint, Region, SlotMut, SlotRef, crash_point};
 use matkv_types::{FinishReason, KvDtype, KvLayout, KvShape};
 
 use crate::error::DecoderError;
@@ -129,6 +129,7 @@ impl Sequence {
         if !self.log.append(token) {
             return Some(FinishReason::Length);
         }
+        crash_point(CrashPoint::DecodeAppended);
         self.watch(model, token);
         if self.stops.stopped() {
             return Some(FinishReason::Stop);

@@ -6,7 +6,7 @@ use ipc_channel::ipc::{IpcReceiver, IpcSender};
 use matkv_actors::StopFlag;
 use matkv_model::LanguageModel;
 use matkv_ring::{Header, Hello, Welcome};
-use matkv_sys::{Segment, connect_control};
+use matkv_sys::{CrashPoint, Segment, connect_control, crash_point};
 use matkv_types::Fingerprint;
 
 use crate::batch::Batch;
@@ -30,19 +30,24 @@ const ANSWER: Duration = Duration::from_secs(60);
 pub(crate) fn run(side: &Side<'_>, stop: &StopFlag) -> Result<bool, DecoderError> {
     let connection = connect_control::<Hello, Welcome>(side.runtime, ATTEMPT);
     let Ok((_, up, down)) = connection else { return Ok(false) };
+    crash_point(CrashPoint::DecoderConnected);
     let shape = side.model.kv_shape();
     let hello = Hello::new(side.fingerprint, shape, side.batch_size as u32);
     if up.send(hello).is_err() {
         return Ok(false);
     }
+    crash_point(CrashPoint::DecoderIntroduced);
     let Ok(welcome) = down.try_recv_timeout(ANSWER) else { return Ok(false) };
     let (epoch, name, geometry) = match welcome {
         Welcome::Accepted { epoch, segment, geometry } => (epoch, segment, geometry),
         Welcome::Refused { reason } => return Err(DecoderError::Refused(reason)),
     };
+    crash_point(CrashPoint::DecoderWelcomed);
     let segment = Segment::open(&name, geometry.segment_bytes())?;
+    crash_point(CrashPoint::DecoderMapped);
     let region = segment.region();
     let header = Header::verify(region, geometry, side.fingerprint, epoch)?;
+    crash_point(CrashPoint::DecoderVerified);
     let mut batch = Batch::new(side.model, region, &header, epoch, side.batch_size)?;
     tracing::info!(
         "session {epoch}: {} in {name}",

@@ -13,7 +13,7 @@ use matkv_api::v1::{DocumentDone, IngestEvent, IngestSummary, Progress, ingest_e
 use matkv_format::{ChunkFile, Expectation};
 use matkv_model::Detokenizer;
 use matkv_store::DocumentRecord;
-use matkv_sys::{DirectFile, Region};
+use matkv_sys::{CrashPoint, DirectFile, Region, crash_point};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, ContentId};
 use tokio::sync::mpsc;
@@ -321,6 +321,7 @@ impl Session<'_> {
         let outcome = computed.and_then(|lease| {
             let file = lease.chunk().file();
             self.core.store.files().write(&id, file).map_err(|e| e.to_string())?;
+            crash_point(CrashPoint::IngestWritten);
             self.durable(id, Arc::clone(&tokens), file.len())?;
             Ok(file.len() as u64)
         });
@@ -366,7 +367,9 @@ impl Session<'_> {
             return;
         }
         self.last_commit = Instant::now();
-        for (done, forget) in self.batch.commit(self.core, ready, &self.failed) {
+        let outcomes = self.batch.commit(self.core, ready, &self.failed);
+        crash_point(CrashPoint::IngestCommitted);
+        for (done, forget) in outcomes {
             if done.error.is_empty() {
                 self.summary.documents += 1;
                 self.summary.unchanged += u64::from(done.unchanged);

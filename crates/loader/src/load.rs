@@ -12,7 +12,7 @@ use crossbeam::channel::{Receiver, Sender, select_biased};
 use matkv_actors::StopFlag;
 use matkv_format::{ChunkFile, Expectation};
 use matkv_ring::size_class;
-use matkv_sys::{ReadDone, ReadEngine, ReadRequest};
+use matkv_sys::{CrashPoint, ReadDone, ReadEngine, ReadRequest, crash_point};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, FinishReason, KvDtype, KvLayout, Mode};
 
@@ -170,6 +170,7 @@ impl Load {
         if planned.cold {
             planned.chunks.iter().for_each(|c| self.cache.remove(&c.id));
         }
+        crash_point(CrashPoint::LoadPlanned);
         let leases = planned.chunks.iter().map(|_| None).collect();
         self.pending.push_back(Pending { planned, started: Instant::now(), leases, own: None });
     }
@@ -300,6 +301,7 @@ impl Load {
                 self.loading.insert(id, Loading { tokens, extent: Some(extent), source });
                 let file = Arc::new(file);
                 self.engine.submit(ReadRequest { tag: self.next_read, file, len, target });
+                crash_point(CrashPoint::LoadSubmitted);
             }
             Err(reason) => {
                 self.loading.insert(id, Loading { tokens, extent: None, source });
@@ -313,6 +315,7 @@ impl Load {
         let Some(id) = self.reads.remove(&done.tag) else { return };
         let Some(loading) = self.loading.get_mut(&id) else { return };
         let Some(extent) = loading.extent.take() else { return };
+        crash_point(CrashPoint::LoadRead);
         let tokens = Arc::clone(&loading.tokens);
         let filling = FillingSlot { slot: done.target, extent };
         let expect = self.expectation(id, &tokens);
@@ -438,6 +441,7 @@ impl Load {
             }
         }
         self.cache.insert(chunk, false);
+        crash_point(CrashPoint::LoadResident);
     }
 
     fn hand_on(&mut self, request: Pending) {
@@ -453,6 +457,7 @@ impl Load {
         if self.channels.compute.send(Work::Prefill(Box::new(resident))).is_err() {
             state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
         }
+        crash_point(CrashPoint::LoadHandedOn);
     }
 
     /// Gives slots to chunks of an ingest, after every request has been served.

@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use matkv_model::{Detokenizer, Sampler, Segment, Source, Step, StopFilter};
 use matkv_ring::{SegmentRecord, SequenceControl, SequenceRecord, SlotRecord, control_words};
+use matkv_sys::{CrashPoint, crash_point};
 use matkv_types::{FinishReason, Mode, PAGE_BYTES, align_up};
 
 use crate::arena::ChunkSlot;
@@ -104,6 +105,7 @@ fn prefill(
     else {
         return Ok(Some(FinishReason::Cancelled));
     };
+    crash_point(CrashPoint::PrefillComputed);
     let first = Sampler::new(&planned.sampling).sample(&logits, 0);
     let is_end = core.model.tokenizer.end_tokens().contains(&first);
     let ended = if is_end || stops_at_once(core, &planned, first) {
@@ -140,6 +142,7 @@ fn prefill(
     let control =
         SequenceControl::new(own.extent().region().words(control_range).map_err(internal)?);
     control.fill(sequence, &words, first);
+    crash_point(CrashPoint::PublishFilled);
     state.attach(Some(control.clone()));
     let running = Running::new(state, control, own, leases);
     sessions.publish(sequence, running, control_len, kv.start).map(|()| None)

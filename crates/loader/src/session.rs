@@ -13,7 +13,7 @@ use matkv_ring::{
     AllegedDescriptor, Completion, Consumer, DescriptorError, Geometry, Header, Hello, Producer,
     SequenceControl, Submission, TokenLog, Welcome,
 };
-use matkv_sys::{ControlListener, PidFd, die_with_parent};
+use matkv_sys::{ControlListener, CrashPoint, PidFd, crash_point, die_with_parent};
 use matkv_telemetry::names;
 use matkv_types::{Fingerprint, FinishReason, KvShape};
 
@@ -124,6 +124,7 @@ impl Sessions {
             return Err(RequestError::Unavailable(format!("session broken: {e}")));
         }
         link.running.insert(sequence, running);
+        crash_point(CrashPoint::PublishDone);
         Ok(())
     }
 
@@ -150,11 +151,13 @@ impl Sessions {
             Completion::Tokens { sequence } => {
                 if let Some(running) = link.running.get_mut(&sequence) {
                     running.control.acknowledge();
+                    crash_point(CrashPoint::CompleteAcknowledged);
                     running.take_tokens();
                 }
             }
             Completion::Finished { sequence, reason } => {
                 if let Some(mut running) = link.running.remove(&sequence) {
+                    crash_point(CrashPoint::ReleaseReceived);
                     running.take_tokens();
                     let decode_ms = running.control.decode_ns() as f64 / 1e6;
                     running.state.update(|p| p.phases.decode_ms = decode_ms);
@@ -162,6 +165,7 @@ impl Sessions {
                     let state = Arc::clone(&running.state);
                     // Slots come back before the client is told: at rest nothing is held.
                     drop(running);
+                    crash_point(CrashPoint::ReleaseFreed);
                     state.end(match reason {
                         FinishReason::Failed => {
                             Err(RequestError::Internal("the decoder refused the sequence".into()))
@@ -204,11 +208,14 @@ impl SessionThread {
             epoch += 1;
             let listener = ControlListener::<Hello, Welcome>::publish(&self.runtime, epoch)
                 .map_err(|e| e.to_string())?;
+            crash_point(CrashPoint::LoaderPublishedName);
             self.restart_child(&mut child, &mut failures)?;
             let Some((hellos, welcomes)) = self.accept(listener, &mut child, stop) else {
                 continue;
             };
+            crash_point(CrashPoint::LoaderAccepted);
             let Ok(hello) = hellos.try_recv_timeout(HELLO) else { continue };
+            crash_point(CrashPoint::LoaderHeard);
             if let Some(reason) = hello.disagreement(self.fingerprint, self.shape) {
                 tracing::error!("decoder {} refused: {reason}", hello.pid);
                 *self.sessions.last_refusal.lock().unwrap_or_else(PoisonError::into_inner) =
@@ -218,6 +225,7 @@ impl SessionThread {
             }
             let Ok(pidfd) = PidFd::open(hello.pid) else { continue };
             self.header.begin_epoch(epoch).map_err(|e| e.to_string())?;
+            crash_point(CrashPoint::LoaderEpochBegun);
             let (producer, consumer) = self.header.loader_ends().map_err(|e| e.to_string())?;
             let bell = self.header.completion_bell().map_err(|e| e.to_string())?;
             let welcome =
@@ -225,7 +233,9 @@ impl SessionThread {
             if welcomes.send(welcome).is_err() {
                 continue;
             }
+            crash_point(CrashPoint::LoaderWelcomed);
             self.sessions.begin(epoch, hello.pid, producer);
+            crash_point(CrashPoint::LoaderSessionBegun);
             failures = 0;
             tracing::info!("session {epoch} with decoder {}", hello.pid);
             let over = StopFlag::default();

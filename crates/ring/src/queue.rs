@@ -14,7 +14,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use matkv_sys::{Doorbell, Words};
+use matkv_sys::{CrashPoint, Doorbell, Words, crash_point};
 
 use crate::memory::{Bell, Memory};
 
@@ -120,7 +120,9 @@ impl<M: Memory, B: Bell> Producer<M, B> {
             }
             self.tail = self.tail.wrapping_add(1);
         }
+        crash_point(CrashPoint::RingWritten);
         self.words.store(TAIL, self.tail, Ordering::Release);
+        crash_point(CrashPoint::RingStored);
         self.words.fence(Ordering::SeqCst);
         if self.words.load(PARKED, Ordering::Relaxed) != 0
             && let Some(bell) = &self.bell
@@ -159,8 +161,10 @@ impl<M: Memory, B: Bell> Consumer<M, B> {
         }
         let at = FIRST + (self.head as usize & (self.capacity - 1)) * DESCRIPTOR_WORDS;
         let descriptor = std::array::from_fn(|i| self.words.load(at + i, Ordering::Relaxed));
+        crash_point(CrashPoint::RingCopied);
         self.head = self.head.wrapping_add(1);
         self.words.store(HEAD, self.head, Ordering::Release);
+        crash_point(CrashPoint::RingFreed);
         Ok(Some(descriptor))
     }
 

@@ -4,7 +4,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use matkv_sys::{DirectFile, sync_directory};
+use matkv_sys::{CrashPoint, DirectFile, crash_point, sync_directory};
 use matkv_types::ChunkId;
 
 use crate::error::{Result, StoreError};
@@ -68,8 +68,14 @@ impl ChunkFiles {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let temp = path.with_extension(format!("{}.tmp", NEXT.fetch_add(1, Ordering::Relaxed)));
         let outcome = Self::write_temp(&temp, bytes)
-            .and_then(|()| std::fs::rename(&temp, &path).map_err(file_error("rename", &path)))
-            .and_then(|()| Ok(sync_directory(dir)?));
+            .and_then(|()| {
+                crash_point(CrashPoint::IngestSynced);
+                std::fs::rename(&temp, &path).map_err(file_error("rename", &path))
+            })
+            .and_then(|()| {
+                crash_point(CrashPoint::IngestRenamed);
+                Ok(sync_directory(dir)?)
+            });
         outcome.map_err(|e| {
             let _ = std::fs::remove_file(&temp);
             match e {

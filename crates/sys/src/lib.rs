@@ -8,6 +8,7 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod control;
+mod crash;
 mod doorbell;
 mod error;
 mod files;
@@ -21,6 +22,7 @@ mod segment;
 mod uring;
 
 pub use control::{ControlListener, ControlName, connect_control};
+pub use crash::{CrashPoint, crash_point};
 pub use doorbell::Doorbell;
 pub use error::{Result, SysError};
 pub use files::{DirectFile, FileLock, evict_page_cache, sync_directory, write_atomically};
