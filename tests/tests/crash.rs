@@ -59,7 +59,8 @@ fn assert_same(before: &Reply, after: &Reply) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_killed_decoder_costs_its_requests_and_nothing_else() {
-    let Some(mut server) = Server::start(&["log.level=info"]).await else { return };
+    let settings = ["log.level=info", "supervision.drain=1s"];
+    let Some(mut server) = Server::start(&settings).await else { return };
     server.ingest(&[("log", &text(1, 150))]).await;
     let before = server.ask(request()).await;
     let healthy = server.status().await;
@@ -120,7 +121,7 @@ async fn killed_at_rest(server: &mut Server, expected: &Reply) {
     assert_same(expected, &server.ask(request()).await);
 }
 
-/// An orderly stop does not wait for a long answer, and tells its client.
+/// An orderly stop waits for a long answer no longer than it may, and tells its client.
 async fn terminated_while_decoding(server: Server) {
     let stream = decoding(&server, 3, 2).await;
     let up = server.up_pid();

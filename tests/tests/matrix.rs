@@ -33,7 +33,13 @@ fn programs(step: CrashPoint) -> &'static [&'static str] {
         return &[LOADER, DECODER];
     }
     let mapped = ["handshake.segment-mapped", "handshake.header-verified"];
-    let works = ["claim.slots-borrowed", "decode.computed", "decode.appended", "decode.notified"];
+    let works = [
+        "claim.slots-borrowed",
+        "decode.begun",
+        "decode.computed",
+        "decode.appended",
+        "decode.notified",
+    ];
     let lets_go = ["release.slots-let-go", "release.finished-posted"];
     let decoders = [&decoder[..], &mapped, &works, &lets_go].concat();
     if decoders.contains(&name) { &[DECODER] } else { &[LOADER] }
@@ -95,10 +101,8 @@ impl Matrix {
     async fn back(&mut self, before: &GetStatusResponse, program: &str) -> GetStatusResponse {
         if program == LOADER {
             let dead = before.loader_pid;
-            until("the loader is dead", async || {
-                (!matkv_tests::is_alive(dead)).then_some(())
-            })
-            .await;
+            until("the loader is dead", async || (!matkv_tests::is_alive(dead)).then_some(()))
+                .await;
         }
         self.server.restarted(before).await;
         self.server.at_rest().await

@@ -15,7 +15,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("crates/format", &["types"]),
     ("crates/kernels", &["types"]),
     ("crates/api", &["types"]),
-    ("crates/telemetry", &["types"]),
+    ("crates/telemetry", &["types", "sys"]),
     ("crates/ring", &["types", "sys"]),
     ("crates/store", &["types", "format", "sys"]),
     ("crates/model", &["types", "kernels", "sys"]),
@@ -38,8 +38,12 @@ const EDGES: &[(&str, &[&str])] = &[
         ],
     ),
     ("crates/decoder", &["types", "actors", "config", "sys", "ring", "model", "telemetry"]),
+    (
+        "crates/simulation",
+        &["types", "sys", "ring", "format", "model", "loader-core", "decoder-core"],
+    ),
     ("crates/testkit", &["types", "model"]),
-    ("bin/matkv", &["types", "config", "api", "loader-core", "telemetry"]),
+    ("bin/matkv", &["types", "actors", "config", "api", "loader-core", "telemetry"]),
     ("bin/matkv-loader", &["types", "config", "loader-core", "telemetry"]),
     ("bin/matkv-decoder", &["types", "config", "decoder-core", "telemetry"]),
 ];

@@ -11,6 +11,7 @@ mod figures;
 mod fio;
 mod ingest;
 mod model;
+mod notify;
 mod out;
 mod pair;
 mod render;

@@ -1,5 +1,6 @@
 //! A loader and a decoder as child processes of this one, and waiting for them to be ready.
 
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -8,22 +9,34 @@ use anyhow::{Context, bail};
 use matkv_api::Client;
 use matkv_api::v1::GetStatusRequest;
 use matkv_config::{Config, Resolved};
-use matkv_loader_core::process::{die_with_parent, terminate_and_wait};
+use matkv_loader_core::process::{die_with_parent, terminate, terminate_and_wait};
+use matkv_telemetry::service;
+
+use crate::notify::Watchdog;
 
 /// How long two processes may take to load their models.
 const READY: Duration = Duration::from_secs(120);
-/// How long they may take to stop.
+/// How long they may take to stop, besides the time for running requests.
 const STOP: Duration = Duration::from_secs(15);
 
 /// A running loader, which keeps a decoder alive.
 pub struct Pair {
     loader: Child,
     resolved: PathBuf,
+    /// How long a stop may take.
+    patience: Duration,
+    /// When a stop was asked for.
+    asked: Option<Instant>,
 }
 
 impl Pair {
     /// Starts a loader with exactly this configuration.
     pub fn start(resolved: &Resolved) -> anyhow::Result<Self> {
+        Self::start_watched(resolved, None)
+    }
+
+    /// The same, under a watchdog.
+    pub fn start_watched(resolved: &Resolved, watchdog: Option<&Watchdog>) -> anyhow::Result<Self> {
         let runtime = &resolved.config.runtime_dir;
         std::fs::create_dir_all(runtime)
             .with_context(|| format!("cannot create {}", runtime.display()))?;
@@ -40,10 +53,19 @@ impl Pair {
             command.env_remove(s.variable());
         });
         command.env("TMPDIR", runtime);
+        service::OWN_VARIABLES.iter().for_each(|v| {
+            command.env_remove(v);
+        });
+        if let Some(watchdog) = watchdog {
+            watchdog.introduce(&mut command);
+        }
+        // A Ctrl-C in the terminal is ours to pass on, once: a second signal would end running
+        // requests.
+        command.process_group(0);
         let loader = die_with_parent(&mut command)
             .spawn()
             .with_context(|| format!("cannot start {}", program.display()))?;
-        Ok(Self { loader, resolved: file })
+        Ok(Self { loader, resolved: file, patience: resolved.config.drain + STOP, asked: None })
     }
 
     /// The loader's exit status, if it has ended.
@@ -75,9 +97,26 @@ impl Pair {
         }
     }
 
+    /// Ends a loader that makes no progress; the decoder ends with it.
+    pub fn kill(&mut self) -> anyhow::Result<()> {
+        Ok(self.loader.kill()?)
+    }
+
+    /// Asks both processes to stop in order, now or once running requests have finished.
+    pub fn terminate(&mut self) {
+        self.asked.get_or_insert_with(Instant::now);
+        terminate(self.loader.id());
+    }
+
+    /// Whether a stop has taken longer than it may.
+    pub fn is_overdue(&self) -> bool {
+        self.asked.is_some_and(|at| at.elapsed() > self.patience)
+    }
+
     /// Stops both processes in order.
     pub fn stop(mut self) -> anyhow::Result<ExitStatus> {
-        terminate_and_wait(&mut self.loader, STOP);
+        let spent = self.asked.map_or(Duration::ZERO, |at| at.elapsed());
+        terminate_and_wait(&mut self.loader, self.patience.saturating_sub(spent));
         let status = self.loader.wait()?;
         let _ = std::fs::remove_file(&self.resolved);
         Ok(status)

@@ -5,6 +5,9 @@ use std::time::Duration;
 
 use matkv_config::Resolved;
 
+use tokio::signal::unix::Signal;
+
+use crate::notify::Watchdog;
 use crate::pair::Pair;
 
 /// Starts in a row that never came to serve before giving up. A pair that has served is started
@@ -22,9 +25,16 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
     let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
     let mut failures = 0;
     let mut was_ready = false;
+    // A loader that notices by itself that a thread is stuck stops feeding; one that has been
+    // stopped altogether feeds nothing. Both are given a stall's time, and one more to say so.
+    let watchdog = Watchdog::new(&resolved.config.runtime_dir, 2 * resolved.config.stall)?;
     loop {
-        let mut pair = Pair::start(resolved)?;
+        let mut pair = Pair::start_watched(resolved, Some(&watchdog))?;
+        let silent = watchdog.silent();
+        tokio::pin!(silent);
+        let mut killed = false;
         tokio::select! {
+            () = &mut silent => killed = end(&mut pair)?,
             ready = pair.ready(&resolved.config) => match ready {
                 Ok(_) => {
                     was_ready = true;
@@ -35,18 +45,19 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
                 Err(e) if !was_ready => return Err(e),
                 Err(e) => eprintln!("matkv: {e:#}"),
             },
-            _ = term.recv() => return stop(pair),
-            _ = tokio::signal::ctrl_c() => return stop(pair),
+            _ = term.recv() => return stop(pair, &mut term).await,
+            _ = tokio::signal::ctrl_c() => return stop(pair, &mut term).await,
         }
         let status = loop {
             tokio::select! {
-                () = tokio::time::sleep(Duration::from_millis(50)) => {
+                () = &mut silent, if !killed => killed = end(&mut pair)?,
+                () = tokio::time::sleep(Duration::from_millis(20)) => {
                     if let Some(status) = pair.ended()? {
                         break status;
                     }
                 }
-                _ = term.recv() => return stop(pair),
-                _ = tokio::signal::ctrl_c() => return stop(pair),
+                _ = term.recv() => return stop(pair, &mut term).await,
+                _ = tokio::signal::ctrl_c() => return stop(pair, &mut term).await,
             }
         };
         failures += 1;
@@ -60,7 +71,27 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
     }
 }
 
-fn stop(pair: Pair) -> anyhow::Result<ExitCode> {
+/// Ends a loader that makes no progress.
+fn end(pair: &mut Pair) -> anyhow::Result<bool> {
+    eprintln!("matkv: the loader makes no progress; ending it");
+    pair.kill()?;
+    Ok(true)
+}
+
+/// Running requests may finish; a second signal ends them.
+async fn stop(mut pair: Pair, term: &mut Signal) -> anyhow::Result<ExitCode> {
+    pair.terminate();
+    loop {
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_millis(20)) => {
+                if pair.ended()?.is_some() || pair.is_overdue() {
+                    break;
+                }
+            }
+            _ = term.recv() => pair.terminate(),
+            _ = tokio::signal::ctrl_c() => pair.terminate(),
+        }
+    }
     let status = pair.stop()?;
     if status.success() {
         note(format_args!("stopped"));

@@ -8,6 +8,7 @@ use ractor::{Actor, ActorId, ActorProcessingErr, ActorRef, SupervisionEvent};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+use crate::pulse::{Pulse, Watch};
 use crate::stop::StopFlag;
 use crate::worker::{Policy, ThreadSpec, Threads, Worker};
 
@@ -21,7 +22,12 @@ pub enum Outcome {
     Running,
     /// Stopped on request.
     Stopped,
-    /// A child ended that the process cannot do without.
+    /// A child had nothing left to do, and the tree has ended with it.
+    Returned {
+        /// Its name.
+        child: String,
+    },
+    /// A child that the process cannot do without has failed.
     Failed {
         /// Its name.
         child: String,
@@ -32,6 +38,7 @@ pub enum Outcome {
 
 /// A running tree.
 pub struct Supervision {
+    pulses: Vec<(&'static str, Arc<Pulse>)>,
     stop: StopFlag,
     actor: ActorRef<()>,
     join: JoinHandle<()>,
@@ -57,6 +64,7 @@ struct State {
 pub async fn supervise(specs: Vec<ThreadSpec>, stop: StopFlag) -> Result<Supervision, String> {
     let (sender, outcome) = watch::channel(Outcome::Running);
     let threads = Threads::default();
+    let pulses = specs.iter().map(|s| (s.name, Arc::clone(&s.pulse))).collect();
     let state = State {
         restarts: vec![0; specs.len()],
         specs,
@@ -66,10 +74,15 @@ pub async fn supervise(specs: Vec<ThreadSpec>, stop: StopFlag) -> Result<Supervi
         threads: Arc::clone(&threads),
     };
     let (actor, join) = Actor::spawn(None, Supervisor, state).await.map_err(|e| e.to_string())?;
-    Ok(Supervision { stop, actor, join, outcome, threads })
+    Ok(Supervision { pulses, stop, actor, join, outcome, threads })
 }
 
 impl Supervision {
+    /// A watch over the threads: one is stuck when it is busy and makes no step for this long.
+    pub fn watch(&self, limit: Duration) -> Watch {
+        Watch::new(limit, self.pulses.clone())
+    }
+
     /// Waits until the tree has failed or the flag has been raised by someone.
     pub async fn ended(&mut self) -> Outcome {
         let _ = self.outcome.wait_for(|o| *o != Outcome::Running).await;
@@ -107,8 +120,7 @@ impl State {
     async fn ended(
         &mut self,
         id: ActorId,
-        reason: String,
-        failed: bool,
+        failure: Option<String>,
         me: &ActorRef<()>,
     ) -> Result<(), ActorProcessingErr> {
         let Some(i) = self.children.remove(&id) else { return Ok(()) };
@@ -116,25 +128,26 @@ impl State {
         if self.stop.is_raised() {
             return Ok(());
         }
-        match self.specs[i].policy {
-            Policy::Restart { times } if failed && self.restarts[i] < times => {
+        let child = name.to_owned();
+        let outcome = match (self.specs[i].policy, failure) {
+            (Policy::Restart { times }, Some(reason)) if self.restarts[i] < times => {
                 self.restarts[i] += 1;
                 tracing::warn!("{name} ended ({reason}); restart {}", self.restarts[i]);
-                self.start(i, me).await
+                return self.start(i, me).await;
             }
-            _ => {
-                if failed {
-                    tracing::error!("{name} failed ({reason}); stopping");
-                } else {
-                    tracing::info!("{name} has nothing left to do; stopping");
-                }
-                let child = name.to_owned();
-                self.outcome.send_replace(Outcome::Failed { child, reason });
-                self.stop.raise();
-                me.stop(None);
-                Ok(())
+            (_, Some(reason)) => {
+                tracing::error!("{name} failed ({reason}); stopping");
+                Outcome::Failed { child, reason }
             }
-        }
+            (_, None) => {
+                tracing::info!("{name} has nothing left to do; stopping");
+                Outcome::Returned { child }
+            }
+        };
+        self.outcome.send_replace(outcome);
+        self.stop.raise();
+        me.stop(None);
+        Ok(())
     }
 }
 
@@ -161,12 +174,11 @@ impl Actor for Supervisor {
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
         match event {
-            SupervisionEvent::ActorTerminated(who, _, reason) => {
-                let reason = reason.unwrap_or_else(|| "returned".into());
-                state.ended(who.get_id(), reason, false, &myself).await
+            SupervisionEvent::ActorTerminated(who, _, _) => {
+                state.ended(who.get_id(), None, &myself).await
             }
             SupervisionEvent::ActorFailed(who, error) => {
-                state.ended(who.get_id(), error.to_string(), true, &myself).await
+                state.ended(who.get_id(), Some(error.to_string()), &myself).await
             }
             _ => Ok(()),
         }
@@ -198,11 +210,11 @@ mod tests {
     async fn a_panic_restarts_up_to_the_limit_and_then_fails_the_tree() {
         let runs = Arc::new(AtomicU32::new(0));
         let counter = Arc::clone(&runs);
-        let shaky = ThreadSpec::new("shaky", Policy::Restart { times: 2 }, move |_| {
+        let shaky = ThreadSpec::new("shaky", Policy::Restart { times: 2 }, move |_, _| {
             counter.fetch_add(1, Ordering::SeqCst);
             panic!("on purpose")
         });
-        let steady = ThreadSpec::new("steady", Policy::Fatal, |stop| {
+        let steady = ThreadSpec::new("steady", Policy::Fatal, |stop, _| {
             wait_for_stop(&stop);
             Ok(())
         });
@@ -220,7 +232,7 @@ mod tests {
     async fn stopping_waits_for_the_threads() {
         let done = Arc::new(AtomicU32::new(0));
         let counter = Arc::clone(&done);
-        let spec = ThreadSpec::new("steady", Policy::Fatal, move |stop| {
+        let spec = ThreadSpec::new("steady", Policy::Fatal, move |stop, _| {
             wait_for_stop(&stop);
             counter.fetch_add(1, Ordering::SeqCst);
             Ok(())

@@ -7,6 +7,7 @@ use std::thread::JoinHandle;
 
 use ractor::{Actor, ActorProcessingErr, ActorRef};
 
+use crate::pulse::Pulse;
 use crate::stop::StopFlag;
 
 /// What a supervisor does when a child ends.
@@ -21,6 +22,9 @@ pub enum Policy {
     },
 }
 
+/// What a child's thread does.
+pub type Run = dyn Fn(StopFlag, &Arc<Pulse>) -> Result<(), String> + Send + Sync;
+
 /// A child: its name, its policy, and the function its thread runs.
 #[derive(Clone)]
 pub struct ThreadSpec {
@@ -29,7 +33,9 @@ pub struct ThreadSpec {
     /// What happens when it ends without being asked to.
     pub policy: Policy,
     /// Returns when the flag is raised.
-    pub run: Arc<dyn Fn(StopFlag) -> Result<(), String> + Send + Sync>,
+    pub run: Arc<Run>,
+    /// How its thread gets on; a thread that says nothing is taken to be idle.
+    pub pulse: Arc<Pulse>,
 }
 
 impl ThreadSpec {
@@ -37,9 +43,9 @@ impl ThreadSpec {
     pub fn new(
         name: &'static str,
         policy: Policy,
-        run: impl Fn(StopFlag) -> Result<(), String> + Send + Sync + 'static,
+        run: impl Fn(StopFlag, &Arc<Pulse>) -> Result<(), String> + Send + Sync + 'static,
     ) -> Self {
-        Self { name, policy, run: Arc::new(run) }
+        Self { name, policy, run: Arc::new(run), pulse: Arc::default() }
     }
 }
 
@@ -63,7 +69,9 @@ impl Actor for Worker {
         (spec, stop, threads): Self::Arguments,
     ) -> Result<(), ActorProcessingErr> {
         let thread = std::thread::Builder::new().name(spec.name.into()).spawn(move || {
-            let outcome = catch_unwind(AssertUnwindSafe(|| (spec.run)(stop)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| (spec.run)(stop, &spec.pulse)));
+            // What has ended is its supervisor's business, no longer the watchdog's.
+            spec.pulse.rest();
             let outcome = outcome.unwrap_or_else(|panic| Err(describe(panic.as_ref())));
             // The actor may be gone already, when the tree is being stopped.
             let _ = myself.cast(Ended(outcome));

@@ -1,6 +1,7 @@
 //! The values themselves.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use matkv_types::Mode;
 
@@ -52,6 +53,14 @@ pub struct Config {
     pub queue: usize,
     /// Load and sub-prefill the next requests while others decode.
     pub overlap: bool,
+    /// Rows that all sequences of a decode step may attend to together.
+    pub batch_tokens: usize,
+    /// Longest a request may take.
+    pub deadline: Duration,
+    /// A thread or process that makes no step for this long is stuck.
+    pub stall: Duration,
+    /// How long running requests may go on after a stop.
+    pub drain: Duration,
     /// Tokens generated when a request does not say.
     pub max_new_tokens: u32,
     /// Compute threads of the loader; 0 for one per core.
@@ -91,6 +100,10 @@ impl Default for Config {
             batch_size: 8,
             queue: 64,
             overlap: true,
+            batch_tokens: 65_536,
+            deadline: Duration::from_secs(600),
+            stall: Duration::from_secs(10),
+            drain: Duration::from_secs(30),
             max_new_tokens: 128,
             loader_threads: 0,
             decoder_threads: 0,

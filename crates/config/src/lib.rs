@@ -15,4 +15,4 @@ pub use config::{Config, IoEngine};
 pub use error::ConfigError;
 pub use resolve::{Origin, Resolved, Sources};
 pub use settings::{SETTINGS, Setting};
-pub use units::{format_bytes, parse_bytes};
+pub use units::{format_bytes, format_duration, parse_bytes, parse_duration};

@@ -2,9 +2,10 @@
 
 use std::path::PathBuf;
 use std::str::FromStr;
+use std::time::Duration;
 
 use crate::config::{Config, IoEngine};
-use crate::units::{exact_bytes, parse_bytes};
+use crate::units::{exact_bytes, format_duration, parse_bytes, parse_duration};
 
 /// One key of the configuration.
 pub struct Setting {
@@ -115,6 +116,13 @@ fn log_level(value: &str) -> Result<String, String> {
     }
 }
 
+fn time(value: &str) -> Result<Duration, String> {
+    match parse_duration(value)? {
+        t if t >= Duration::from_secs(1) => Ok(t),
+        _ => Err("must be at least 1s".into()),
+    }
+}
+
 fn arena(value: &str) -> Result<u64, String> {
     match parse_bytes(value)? {
         n if n >= 16 << 20 => Ok(n),
@@ -221,6 +229,34 @@ pub static SETTINGS: &[Setting] = &[
         max_new_tokens,
         |t: &str| between(t, 1, 1 << 20).map(|n| n as u32),
         u32::to_string
+    ),
+    setting!(
+        "pipeline.batch_tokens",
+        "rows that the sequences decoded together may attend to; a longer one is decoded alone",
+        batch_tokens,
+        at_least_one,
+        usize::to_string
+    ),
+    setting!(
+        "pipeline.deadline",
+        "longest a request may take; its client may ask for less",
+        deadline,
+        time,
+        |t: &Duration| format_duration(*t)
+    ),
+    setting!(
+        "supervision.stall",
+        "a thread or process that makes no step for this long is stuck",
+        stall,
+        time,
+        |t: &Duration| format_duration(*t)
+    ),
+    setting!(
+        "supervision.drain",
+        "running requests may finish for this long after a stop",
+        drain,
+        parse_duration,
+        |t: &Duration| format_duration(*t)
     ),
     setting!(
         "threads.loader",

@@ -1,4 +1,6 @@
-//! Byte counts as people write them.
+//! Byte counts and times as people write them.
+
+use std::time::Duration;
 
 const UNITS: [(&str, u64); 7] = [
     ("KiB", 1 << 10),
@@ -50,6 +52,32 @@ pub fn format_bytes(bytes: u64) -> String {
     format!("{value:.digits$} {}", units[unit])
 }
 
+const TIMES: [(&str, u64); 4] = [("ms", 1), ("min", 60_000), ("h", 3_600_000), ("s", 1_000)];
+
+/// Reads `500ms`, `10s`, `2min`, `1h`.
+///
+/// # Errors
+/// What was expected instead.
+pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let text = text.trim();
+    let err = || format!("{text:?} is not a time: write a number and ms, s, min or h");
+    let (name, factor) = TIMES.iter().find(|(name, _)| text.ends_with(name)).ok_or_else(err)?;
+    let number: f64 = text.trim_end_matches(name).trim_end().parse().map_err(|_| err())?;
+    let ms = number * *factor as f64;
+    if !(0.0..1e12).contains(&ms) {
+        return Err(err());
+    }
+    Ok(Duration::from_millis(ms as u64))
+}
+
+/// Writes a time that reads back as itself.
+pub fn format_duration(time: Duration) -> String {
+    let ms = time.as_millis() as u64;
+    let fits = |(_, factor): &&(&str, u64)| ms > 0 && ms.is_multiple_of(*factor);
+    let unit = TIMES.iter().filter(fits).max_by_key(|t| t.1);
+    unit.map_or_else(|| format!("{ms}ms"), |(name, factor)| format!("{}{name}", ms / factor))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -65,5 +93,14 @@ mod tests {
         assert_eq!(format_bytes(512), "512 B");
         assert_eq!(format_bytes(23_592_960), "22.5 MiB");
         assert_eq!(format_bytes(1 << 30), "1.00 GiB");
+    }
+
+    #[test]
+    fn times() {
+        for text in ["250ms", "10s", "2min", "1h", "90s", "0ms"] {
+            assert_eq!(format_duration(parse_duration(text).unwrap()), text);
+        }
+        assert_eq!(parse_duration("1.5 s"), Ok(Duration::from_millis(1500)));
+        assert!(parse_duration("10").is_err() && parse_duration("-1s").is_err());
     }
 }

@@ -1,76 +1,140 @@
 //! The decode loop: sequences join and leave at token boundaries.
 
 use std::ops::Range;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use matkv_actors::StopFlag;
-use matkv_model::{LanguageModel, Step};
+use matkv_model::Step;
 use matkv_ring::{
     AllegedDescriptor, Completion, Consumer, DescriptorError, Header, Producer, Submission,
 };
 use matkv_sys::{CrashPoint, Region, crash_point};
-use matkv_telemetry::names;
+use matkv_telemetry::{names, trace};
 use matkv_types::FinishReason;
 
+use crate::engine::Engine;
 use crate::error::DecoderError;
 use crate::sequence::{Sequence, StepParts};
 
-/// How long the thread sleeps when nothing rings; a safety net, not a schedule.
-const PARK: Duration = Duration::from_secs(1);
+/// How much is decoded together.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Sequences.
+    pub sequences: usize,
+    /// Rows they attend to, all together; a sequence that has more is decoded alone.
+    pub rows: usize,
+}
 
-/// One session's decode loop.
-pub(crate) struct Batch<'a> {
-    model: &'a LanguageModel,
+/// What a turn has done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Turn {
+    /// One token for every running sequence.
+    Stepped,
+    /// There is nothing to decode.
+    Idle,
+    /// Somebody wants it to stop.
+    Stopped,
+}
+
+/// One session's sequences and rings.
+pub struct Batch<'a, E> {
+    engine: &'a E,
     region: Arc<Region>,
     arena: Range<usize>,
     epoch: u64,
     submissions: Consumer,
     completions: Producer,
     running: Vec<Sequence>,
-    batch_size: usize,
+    /// The next to join, which the limits keep out for now. Order of arrival is kept, so that a
+    /// long sequence is not overtaken for ever.
+    waiting: Option<Sequence>,
+    limits: Limits,
 }
 
-impl<'a> Batch<'a> {
+impl<'a, E: Engine> Batch<'a, E> {
+    /// The decoder's end of a session's rings.
+    ///
+    /// # Errors
+    /// If the rings do not fit the region.
     pub fn new(
-        model: &'a LanguageModel,
+        engine: &'a E,
         region: &Arc<Region>,
         header: &Header,
         epoch: u64,
-        batch_size: usize,
+        limits: Limits,
     ) -> Result<Self, DecoderError> {
         let (submissions, completions) = header.decoder_ends()?;
         Ok(Self {
-            model,
+            engine,
             region: Arc::clone(region),
             arena: header.geometry().arena(),
             epoch,
             submissions,
             completions,
             running: Vec::new(),
-            batch_size,
+            waiting: None,
+            limits,
         })
     }
 
-    /// Decodes until the flag is raised.
-    pub fn run(&mut self, stop: &StopFlag) -> Result<(), DecoderError> {
-        while !stop.is_raised() {
-            self.admit()?;
-            self.drop_cancelled()?;
-            if self.running.is_empty() {
-                if !self.submissions.has_next() {
-                    self.submissions.park(PARK);
-                }
-                continue;
-            }
-            self.step()?;
+    /// One token boundary: who has been cancelled leaves, who fits joins, every running sequence
+    /// gets a token.
+    ///
+    /// # Errors
+    /// What ends the session: the loader broke the contract.
+    pub fn turn(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Turn, DecoderError> {
+        self.drop_cancelled()?;
+        self.admit()?;
+        if self.running.is_empty() {
+            return Ok(Turn::Idle);
+        }
+        self.step(go_on)
+    }
+
+    /// What must hold at every token boundary.
+    ///
+    /// # Errors
+    /// What does not.
+    pub fn check(&self) -> Result<(), String> {
+        let Limits { sequences, rows } = self.limits;
+        if self.running.len() > sequences {
+            return Err(format!("{} sequences are decoded together", self.running.len()));
+        }
+        // Every step adds a row to each; the limit is kept when one joins.
+        let joined: usize = self.running.iter().map(|s| s.rows() - s.steps()).sum();
+        if self.running.len() > 1 && joined > rows {
+            return Err(format!("{joined} rows were admitted together, at most {rows} may be"));
         }
         Ok(())
     }
 
+    /// The submissions' consumer, to sleep on.
+    pub fn submissions(&self) -> &Consumer {
+        &self.submissions
+    }
+
     fn admit(&mut self) -> Result<(), DecoderError> {
-        while self.running.len() < self.batch_size {
-            let Some(words) = self.submissions.take()? else { return Ok(()) };
+        while self.running.len() < self.limits.sequences {
+            let Some(next) = (match self.waiting.take() {
+                Some(waiting) => Some(waiting),
+                None => self.next()?,
+            }) else {
+                return Ok(());
+            };
+            let rows: usize = self.running.iter().map(Sequence::rows).sum();
+            if !self.running.is_empty() && rows + next.rows() > self.limits.rows {
+                self.waiting = Some(next);
+                return Ok(());
+            }
+            self.running.push(next);
+        }
+        Ok(())
+    }
+
+    /// The next submitted sequence. One that cannot be taken over fails alone.
+    fn next(&mut self) -> Result<Option<Sequence>, DecoderError> {
+        while let Some(words) = self.submissions.take()? {
             let submission = match AllegedDescriptor(words).submission(self.epoch, &self.arena) {
                 Ok(submission) => submission,
                 Err(DescriptorError::Stale { .. }) => {
@@ -79,50 +143,52 @@ impl<'a> Batch<'a> {
                 }
                 Err(e) => return Err(e.into()),
             };
-            self.admit_one(&submission)?;
+            match self.take_over(&submission) {
+                Ok(sequence) => {
+                    crash_point(CrashPoint::ClaimBorrowed);
+                    return Ok(Some(sequence));
+                }
+                Err(e) => {
+                    tracing::error!("sequence {}: {e}", submission.sequence);
+                    self.post(&[finished(submission.sequence, FinishReason::Failed)])?;
+                }
+            }
         }
-        Ok(())
+        Ok(None)
     }
 
-    /// A sequence that cannot be taken over fails alone.
-    fn admit_one(&mut self, submission: &Submission) -> Result<(), DecoderError> {
-        let shape = self.model.kv_shape();
-        match Sequence::admit(&self.region, &self.arena, shape, submission, self.model) {
-            Ok(sequence) => {
-                self.running.push(sequence);
-                crash_point(CrashPoint::ClaimBorrowed);
-                Ok(())
-            }
-            Err(e) => {
-                tracing::error!("sequence {}: {e}", submission.sequence);
-                self.post(&[finished(submission.sequence, FinishReason::Failed)])
-            }
-        }
+    fn take_over(&self, submission: &Submission) -> Result<Sequence, DecoderError> {
+        Sequence::admit(&self.region, &self.arena, submission, self.engine)
     }
 
     fn drop_cancelled(&mut self) -> Result<(), DecoderError> {
+        let mut posts = Vec::new();
+        if self.waiting.as_ref().is_some_and(|s| s.control.cancelled()) {
+            posts.extend(self.waiting.take().map(|s| finished(s.id, FinishReason::Cancelled)));
+        }
         let gone = self.running.extract_if(.., |s| s.control.cancelled());
-        let posts: Vec<Completion> =
-            gone.map(|s| finished(s.id, FinishReason::Cancelled)).collect();
+        posts.extend(gone.map(|s| finished(s.id, FinishReason::Cancelled)));
         self.post(&posts)
     }
 
     /// One token for every running sequence.
-    fn step(&mut self) -> Result<(), DecoderError> {
+    fn step(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Turn, DecoderError> {
         let started = Instant::now();
-        let logits = {
-            let mut parts: Vec<StepParts<'_>> =
-                self.running.iter_mut().map(Sequence::step_parts).collect();
-            let mut steps: Vec<Step<'_>> = parts.iter_mut().map(StepParts::step).collect();
-            self.model.forward(&mut steps)
-        };
+        let spans: Vec<_> =
+            self.running.iter().map(|s| trace::span("decode", "decode", s.id)).collect();
+        let Some(logits) = self.forward(go_on) else { return Ok(Turn::Stopped) };
         crash_point(CrashPoint::DecodeComputed);
         let ns = started.elapsed().as_nanos() as u64;
+        drop(spans);
         let mut posts = Vec::new();
         let mut ended = Vec::new();
         for (i, (sequence, logits)) in self.running.iter_mut().zip(&logits).enumerate() {
             sequence.control.add_decode_ns(ns);
-            match sequence.advance(self.model, logits) {
+            let reason = match logits {
+                Some(logits) => sequence.advance(self.engine, logits),
+                None => Some(FinishReason::Failed),
+            };
+            match reason {
                 Some(reason) => {
                     posts.push(finished(sequence.id, reason));
                     ended.push(i);
@@ -144,7 +210,27 @@ impl<'a> Batch<'a> {
         if any_ended {
             crash_point(CrashPoint::ReleasePosted);
         }
-        Ok(())
+        Ok(Turn::Stepped)
+    }
+
+    /// Logits of every running sequence; none for one whose computation panics. A row's bits do
+    /// not depend on the batch, so after a panic each can be computed again alone.
+    fn forward(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Vec<Option<Vec<f32>>>> {
+        let engine = self.engine;
+        match together(engine, &mut self.running, go_on) {
+            Ok(logits) => Some(logits?.into_iter().map(Some).collect()),
+            Err(_) if self.running.len() == 1 => Some(vec![None]),
+            Err(_) => {
+                let mut out = Vec::new();
+                for sequence in self.running.chunks_mut(1) {
+                    out.push(match together(engine, sequence, go_on) {
+                        Ok(logits) => Some(logits?.pop().unwrap_or_default()),
+                        Err(_) => None,
+                    });
+                }
+                Some(out)
+            }
+        }
     }
 
     fn post(&mut self, posts: &[Completion]) -> Result<(), DecoderError> {
@@ -155,6 +241,21 @@ impl<'a> Batch<'a> {
         // Sized for two descriptors per sequence: full means the loader has broken the contract.
         Ok(self.completions.publish(&words)?)
     }
+}
+
+/// A step of these sequences, or the panic that ended it.
+fn together<E: Engine>(
+    engine: &E,
+    sequences: &mut [Sequence],
+    go_on: &mut dyn FnMut() -> bool,
+) -> std::thread::Result<Option<Vec<Vec<f32>>>> {
+    catch_unwind(AssertUnwindSafe(|| {
+        let mut parts: Vec<StepParts<'_>> =
+            sequences.iter_mut().map(Sequence::step_parts).collect();
+        let mut steps: Vec<Step<'_>> = parts.iter_mut().map(StepParts::step).collect();
+        crash_point(CrashPoint::DecodeBegun);
+        engine.forward(&mut steps, go_on)
+    }))
 }
 
 fn finished(sequence: u64, reason: FinishReason) -> Completion {

@@ -1,14 +1,16 @@
 //! The process: model, threads, supervision.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use matkv_actors::{Outcome, Policy, StopFlag, ThreadSpec, supervise};
+use matkv_actors::{Outcome, Policy, Pulse, StopFlag, ThreadSpec, Watch, supervise};
 use matkv_config::Config;
 use matkv_model::{LanguageModel, PromptTexts, model_path};
+use matkv_telemetry::service;
 
+use crate::batch::Limits;
 use crate::error::DecoderError;
-use crate::session::{self, Side};
+use crate::session::{self, Decoder};
 
 /// How the decoder was started.
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,32 +40,49 @@ async fn supervised(
     model: Arc<LanguageModel>,
 ) -> Result<(), DecoderError> {
     let stop = StopFlag::default();
+    let stall = config.stall;
     // A session that broke cannot be taken up again in this process; the loader, or the service
     // manager, starts another.
-    let session = ThreadSpec::new("session", Policy::Fatal, move |stop| {
-        sessions(&config, options, &model, &stop).map_err(|e| e.to_string())
+    let session = ThreadSpec::new("session", Policy::Fatal, move |stop, pulse| {
+        sessions(&config, options, &model, &stop, pulse).map_err(|e| e.to_string())
     });
     let threads = |e: String| DecoderError::Threads(e);
     let mut tree = supervise(vec![session], stop.clone()).await.map_err(threads)?;
     let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())
         .map_err(|e| threads(e.to_string()))?;
+    service::ready("waiting for a loader");
+    let feeding = tokio::spawn(feed_watchdog(tree.watch(stall)));
     tokio::select! {
         _ = tree.ended() => {}
         _ = term.recv() => {}
         // Ctrl-C in a terminal reaches the whole process group: `matkv up` stops us in order.
         _ = tokio::signal::ctrl_c(), if !options.exit_with_loader => {}
     }
-    match tree.stop().await {
-        Outcome::Failed { child, reason } if !stopped_with_loader(options, &reason) => {
+    service::stopping("stopping");
+    let outcome = tree.stop().await;
+    feeding.abort();
+    match outcome {
+        Outcome::Failed { child, reason } => {
             Err(DecoderError::Threads(format!("{child}: {reason}")))
         }
+        // Under a loader that started it, the decoder ends with its session.
         _ => Ok(()),
     }
 }
 
-/// What the session thread returns when it has nothing left to do.
-fn stopped_with_loader(options: Options, reason: &str) -> bool {
-    options.exit_with_loader && reason == "returned"
+/// Tells the service manager that every thread gets on, as long as it does.
+async fn feed_watchdog(mut watch: Watch) {
+    let Some(period) = service::watchdog() else { return };
+    let mut last = Instant::now();
+    loop {
+        tokio::time::sleep((period / 4).min(Duration::from_millis(500))).await;
+        let passed = last.elapsed();
+        last = Instant::now();
+        match watch.look(passed) {
+            None => service::alive(),
+            Some(stuck) => tracing::error!("thread {stuck} makes no progress"),
+        }
+    }
 }
 
 fn sessions(
@@ -71,6 +90,7 @@ fn sessions(
     options: Options,
     model: &LanguageModel,
     stop: &StopFlag,
+    pulse: &Arc<Pulse>,
 ) -> Result<(), DecoderError> {
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
@@ -80,15 +100,17 @@ fn sessions(
         .thread_name(|i| format!("decode-{i}"))
         .build()
         .map_err(|e| DecoderError::Threads(e.to_string()))?;
-    let side = Side {
+    let decoder = Decoder {
         model,
         fingerprint: model.fingerprint(&prefix),
-        batch_size: config.batch_size,
+        limits: Limits { sequences: config.batch_size, rows: config.batch_tokens },
+        stall: config.stall,
         runtime: &config.runtime_dir,
         pool: &pool,
+        pulse,
     };
     while !stop.is_raised() {
-        let had_session = session::run(&side, stop)?;
+        let had_session = session::run(&decoder, stop)?;
         if had_session && options.exit_with_loader {
             return Ok(());
         }

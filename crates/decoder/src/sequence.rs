@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use matkv_model::{
-    Detokenizer, ForwardRow, LanguageModel, Sampler, Segment, Source, Step, StopFilter,
-};
+use matkv_model::{Detokenizer, ForwardRow, Sampler, Segment, Source, Step, StopFilter};
 use matkv_ring::{SequenceControl, SequenceRecord, SlotRecord, Submission, TokenLog};
 use matkv_sys::{CrashPoint, Region, SlotMut, SlotRef, crash_point};
 use matkv_types::{FinishReason, KvDtype, KvLayout, KvShape};
 
+use crate::engine::Engine;
 use crate::error::DecoderError;
 
 /// Element type of a sequence's own rows.
@@ -42,10 +41,10 @@ impl Sequence {
     pub fn admit(
         region: &Arc<Region>,
         arena: &std::ops::Range<usize>,
-        shape: KvShape,
         submission: &Submission,
-        model: &LanguageModel,
+        engine: &impl Engine,
     ) -> Result<Self, DecoderError> {
+        let shape = engine.kv_shape();
         let control_end = submission.slot_start + submission.control_words * 8;
         let control = SequenceControl::new(region.words(submission.slot_start..control_end)?);
         let record = control.record(submission.sequence)?;
@@ -65,7 +64,7 @@ impl Sequence {
         let (Some(first), Some(last)) = (log.get(0), record.segments.last()) else {
             return Err(fail("it has no first token".into()));
         };
-        if first as usize >= model.config.vocab {
+        if first as usize >= engine.vocab() {
             return Err(fail(format!("token {first} is not in the vocabulary")));
         }
         let next =
@@ -88,11 +87,21 @@ impl Sequence {
             next,
         };
         // The stop filter must have seen the first token's text.
-        this.watch(model, first);
+        this.watch(engine, first);
         Ok(this)
     }
 
-    /// Runs `f` on this sequence's part of the next step.
+    /// Rows the next step attends to.
+    pub fn rows(&self) -> usize {
+        self.record.segments.iter().map(|s| s.rows).sum()
+    }
+
+    /// Steps taken since it joined: the first token is the loader's.
+    pub fn steps(&self) -> usize {
+        self.log.len() - 1
+    }
+
+    /// This sequence's part of the next step.
     pub fn step_parts(&mut self) -> StepParts<'_> {
         if let Some(last) = self.record.segments.last_mut() {
             last.rows = self.next.row + 1 - last.first_row;
@@ -120,17 +129,17 @@ impl Sequence {
     }
 
     /// Takes the step's logits; says why the sequence has ended, if it has.
-    pub fn advance(&mut self, model: &LanguageModel, logits: &[f32]) -> Option<FinishReason> {
+    pub fn advance(&mut self, engine: &impl Engine, logits: &[f32]) -> Option<FinishReason> {
         let produced = self.log.len();
         let token = self.sampler.sample(logits, produced as u64);
-        if model.tokenizer.end_tokens().contains(&token) {
+        if engine.end_tokens().contains(&token) {
             return Some(FinishReason::Stop);
         }
         if !self.log.append(token) {
             return Some(FinishReason::Length);
         }
         crash_point(CrashPoint::DecodeAppended);
-        self.watch(model, token);
+        self.watch(engine, token);
         if self.stops.stopped() {
             return Some(FinishReason::Stop);
         }
@@ -141,8 +150,8 @@ impl Sequence {
         None
     }
 
-    fn watch(&mut self, model: &LanguageModel, token: u32) {
-        let text = self.detokenizer.push(&model.tokenizer, token);
+    fn watch(&mut self, engine: &impl Engine, token: u32) {
+        let text = engine.text(&mut self.detokenizer, token);
         self.stops.push(&text);
     }
 }

@@ -49,6 +49,10 @@ impl ChunkFile {
     ) -> Result<Superblock, FormatError> {
         let (rows, shape) = (expect.tokens.len(), expect.shape);
         let len = Self::len(shape, encoding, rows);
+        if rows == 0 {
+            let (expected, found) = ("at least 1".into(), "0".into());
+            return Err(FormatError::Field { field: "rows", expected, found });
+        }
         if slot.len() < len {
             return Err(FormatError::Length { expected: len, found: slot.len() });
         }
@@ -99,6 +103,7 @@ impl ChunkFile {
         if bytes.len() < len {
             return Err(FormatError::Length { expected: len, found: bytes.len() });
         }
+        // The slot may be longer than the file; the file's own length is checked when it is opened.
         let kv = Superblock::kv_offset(found.rows);
         checksum("token ids", found.token_checksum, &bytes[PAGE_BYTES..kv])?;
         let same = bytes[PAGE_BYTES..kv]

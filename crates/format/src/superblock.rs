@@ -18,6 +18,10 @@ const CHECKSUMS_AT: usize = 192;
 const OWN_CHECKSUM_AT: usize = PAGE_BYTES - 4;
 /// Layers a superblock has room for.
 pub(crate) const LAYERS_MAX: usize = (OWN_CHECKSUM_AT - CHECKSUMS_AT) / 4;
+/// Bounds of what a file may say of its shape; each is far above any model's.
+const HEADS_MAX: usize = 1 << 12;
+const HEAD_DIM_MAX: usize = 1 << 12;
+const ROWS_MAX: usize = 1 << 24;
 
 const _: () = assert!(LAYERS_MAX >= 512, "room for the deepest known models");
 
@@ -138,7 +142,9 @@ impl Superblock {
         };
         let encoding = Encoding {
             layout: LayoutId::from_code(layout).ok_or_else(|| unknown("layout", layout))?,
-            dtype: KvDtype::from_code(dtype).ok_or_else(|| unknown("row type", dtype))?,
+            dtype: KvDtype::from_code(dtype)
+                .filter(|d| *d != KvDtype::F32)
+                .ok_or_else(|| unknown("row type", dtype))?,
             codec: Codec::from_code(codec).ok_or_else(|| unknown("codec", codec))?,
         };
         let shape = KvShape {
@@ -147,12 +153,18 @@ impl Superblock {
             head_dim: r.word() as usize,
         };
         let (rows, base_position) = (r.word() as usize, r.word() as usize);
-        if shape.layers > LAYERS_MAX {
-            return Err(FormatError::Field {
-                field: "layers",
-                expected: format!("at most {LAYERS_MAX}"),
-                found: shape.layers.to_string(),
-            });
+        let bounds = [
+            ("layers", shape.layers, LAYERS_MAX),
+            ("KV heads", shape.kv_heads, HEADS_MAX),
+            ("head dimension", shape.head_dim, HEAD_DIM_MAX),
+            ("rows", rows, ROWS_MAX),
+        ];
+        for (field, found, most) in bounds {
+            // Their product is far from overflow.
+            if found == 0 || found > most {
+                let (expected, found) = (format!("1 to {most}"), found.to_string());
+                return Err(FormatError::Field { field, expected, found });
+            }
         }
         let token_checksum = r.word();
         field("reserved word", 0, u64::from(r.word()))?;

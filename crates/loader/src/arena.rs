@@ -1,23 +1,48 @@
 //! The arena: extents of shared memory that give themselves back.
 
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
+use matkv_format::Superblock;
 use matkv_ring::ExtentAllocator;
 use matkv_sys::{Region, SlotMut, SlotRef, SysError};
+use matkv_telemetry::names;
 use matkv_types::{ChunkId, KvLayout};
 
 /// Extents of one segment.
-pub(crate) struct Arena {
+pub struct Arena {
     region: Arc<Region>,
     allocator: Mutex<ExtentAllocator>,
     freed: Sender<()>,
     freed_receiver: Receiver<()>,
+    /// Slots held by requests.
+    held: AtomicUsize,
+}
+
+/// A slot counted as held by a request; the last field of whatever holds one, so that it is
+/// dropped last: whoever sees the count or the signal finds the memory free.
+pub struct Held(Arc<Arena>);
+
+impl Held {
+    pub fn new(arena: &Arc<Arena>) -> Self {
+        arena.held.fetch_add(1, Ordering::SeqCst);
+        metrics::gauge!(names::HELD_SLOTS).increment(1.0);
+        Self(Arc::clone(arena))
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        metrics::gauge!(names::HELD_SLOTS).decrement(1.0);
+        self.0.held.fetch_sub(1, Ordering::SeqCst);
+        self.0.signal();
+    }
 }
 
 /// Bytes of the arena; freed when dropped.
-pub(crate) struct Extent {
+pub struct Extent {
     arena: Arc<Arena>,
     range: Range<usize>,
 }
@@ -31,6 +56,7 @@ impl Arena {
             allocator: Mutex::new(ExtentAllocator::new(range)),
             freed,
             freed_receiver,
+            held: AtomicUsize::new(0),
         })
     }
 
@@ -48,6 +74,11 @@ impl Arena {
     pub fn usage(&self) -> (usize, usize) {
         let allocator = self.locked();
         (allocator.capacity(), allocator.used())
+    }
+
+    /// Slots held by requests now.
+    pub fn held(&self) -> usize {
+        self.held.load(Ordering::SeqCst)
     }
 
     /// Signals that something was freed or unpinned.
@@ -88,13 +119,19 @@ impl Drop for Extent {
 }
 
 /// A slot that is being filled.
-pub(crate) struct FillingSlot {
+pub struct FillingSlot {
     /// Dropped before the extent: the bytes are let go before they can be allocated again.
     pub slot: SlotMut,
     pub extent: Extent,
 }
 
 impl FillingSlot {
+    /// The bytes are final, and are a chunk file.
+    pub fn freeze_file(self, id: ChunkId, file: &Superblock) -> ChunkSlot {
+        let kv = Superblock::kv_offset(file.rows)..file.file_len();
+        self.freeze(id, kv, file.layout(), file.file_len())
+    }
+
     /// The bytes are final.
     pub fn freeze(
         self,
@@ -108,7 +145,7 @@ impl FillingSlot {
 }
 
 /// A chunk (or the prefix) in the arena, immutable.
-pub(crate) struct ChunkSlot {
+pub struct ChunkSlot {
     slot: SlotRef,
     kv: Range<usize>,
     layout: KvLayout,

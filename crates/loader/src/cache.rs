@@ -18,7 +18,7 @@ struct Entry {
 
 /// Resident chunks; owned by the load thread.
 #[derive(Default)]
-pub(crate) struct ChunkCache {
+pub struct ChunkCache {
     entries: HashMap<ChunkId, Entry>,
     /// Ids by last use.
     order: BTreeMap<u64, ChunkId>,

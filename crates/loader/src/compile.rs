@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use matkv_format::{ChunkFile, Expectation, Superblock};
+use matkv_format::ChunkFile;
 use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
 use matkv_types::{ChunkId, Digest, KvDtype, KvLayout};
 
@@ -15,23 +15,26 @@ use crate::error::LoaderError;
 const ROWS_PER_STEP: usize = 256;
 
 /// A chunk to compute.
-pub(crate) struct CompileJob {
+pub struct CompileJob {
     pub id: ChunkId,
     pub tokens: Arc<[u32]>,
     pub filling: FillingSlot,
+    /// A request waits for it; else an ingest does.
+    pub for_request: bool,
     /// Its file is gone: write it again.
     pub store: bool,
 }
 
 /// A computed chunk, or why it could not be.
-pub(crate) struct Compiled {
+pub struct Compiled {
     pub id: ChunkId,
+    pub for_request: bool,
     pub store: bool,
     pub outcome: Result<ChunkSlot, String>,
 }
 
 /// A chunk being computed, a few rows at a time.
-pub(crate) struct Compilation {
+pub struct Compilation {
     job: CompileJob,
     done: usize,
 }
@@ -41,11 +44,22 @@ impl Compilation {
         Self { job, done: 0 }
     }
 
-    /// Computes the next rows; true when all are there.
-    pub fn step(&mut self, core: &Core, prefix: &ChunkSlot) -> bool {
+    /// The outcome if computing panics.
+    pub fn panicked(&self) -> Compiled {
+        let outcome = Err("computing the chunk panicked".into());
+        Compiled { id: self.job.id, for_request: self.job.for_request, store: false, outcome }
+    }
+
+    /// Computes the next rows; true when all are there, or when nobody wants them any more.
+    pub fn step(
+        &mut self,
+        core: &Core,
+        prefix: &ChunkSlot,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> bool {
         let rows = self.job.tokens.len();
-        let layout = KvLayout::new(core.model.kv_shape(), core.encoding.dtype, rows);
-        let kv = ChunkFile::kv_range(core.model.kv_shape(), core.encoding, rows);
+        let layout = KvLayout::new(core.spec.shape, core.spec.encoding.dtype, rows);
+        let kv = ChunkFile::kv_range(core.spec.shape, core.spec.encoding, rows);
         let base = core.prefix.len();
         let end = (self.done + ROWS_PER_STEP).min(rows);
         let new: Vec<ForwardRow> = (self.done..end)
@@ -56,39 +70,33 @@ impl Compilation {
             Segment { source: before, first_row: 0, rows: base, position: 0, shift: 0 },
             Segment { source: Source::Own, first_row: 0, rows: end, position: base, shift: 0 },
         ];
-        core.model.forward(&mut [Step {
+        let step = Step {
             rows: &new,
             segments: if base == 0 { &segments[1..] } else { &segments },
             own: &mut self.job.filling.slot[kv],
             own_layout: layout,
             logits: false,
-        }]);
+        };
+        if core.model.forward_while(&mut [step], go_on).is_none() {
+            return true;
+        }
         self.done = end;
         end == rows
     }
 
     /// Seals the slot into a chunk file.
     pub fn finish(self, core: &Core) -> Compiled {
-        let CompileJob { id, tokens, mut filling, store } = self.job;
-        let expect = Expectation {
-            fingerprint: core.fingerprint,
-            chunk_id: id,
-            tokens: &tokens,
-            shape: core.model.kv_shape(),
-            base_position: core.prefix.len(),
-        };
-        let outcome = ChunkFile::seal(&mut filling.slot, &expect, core.encoding)
-            .map(|found| {
-                let kv = Superblock::kv_offset(found.rows)..found.file_len();
-                filling.freeze(id, kv, found.layout(), found.file_len())
-            })
+        let CompileJob { id, tokens, mut filling, for_request, store } = self.job;
+        let expect = core.spec.expectation(id, &tokens);
+        let outcome = ChunkFile::seal(&mut filling.slot, &expect, core.spec.encoding)
+            .map(|found| filling.freeze_file(id, &found))
             .map_err(|e| e.to_string());
-        Compiled { id, store, outcome }
+        Compiled { id, for_request, store, outcome }
     }
 }
 
 /// Computes the prefix into a slot of its own; it stays for the process's life.
-pub(crate) fn compile_prefix(
+pub fn compile_prefix(
     model: &LanguageModel,
     prefix: &[u32],
     arena: &Arc<Arena>,

@@ -1,78 +1,200 @@
-//! The `compute` thread: sub-prefills of requests first, chunks of an ingest in between.
+//! The `compute` thread: sub-prefills of requests, slice by slice in turn, and chunks of an ingest
+//! in between.
 
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, Sender, select_biased};
-use matkv_actors::StopFlag;
+use matkv_actors::{Pulse, StopFlag};
+use matkv_telemetry::trace;
+use matkv_types::FinishReason;
 
 use crate::arena::ChunkSlot;
 use crate::compile::{Compilation, CompileJob, Compiled};
 use crate::core::Core;
-use crate::prefill;
+use crate::error::RequestError;
+use crate::prefill::{Prefill, Slice};
 use crate::request::Resident;
 use crate::session::Sessions;
 
-/// What a request needs computed.
-pub(crate) enum Work {
-    /// Its own rows and first token.
-    Prefill(Box<Resident>),
-    /// A chunk it waits for, whose file could not be used.
-    Compile(Box<CompileJob>),
-}
-
-/// Requests waiting for the compute thread: one computing, two prepared, and every chunk that a
-/// request may wait for.
-pub(crate) const WORK_MAX: usize = 2;
+/// Requests prepared and waiting for the compute thread.
+pub const WORK_MAX: usize = 2;
+/// Requests computed in turn. A new one waits for at most a slice of each.
+const ACTIVE_MAX: usize = 4;
+/// Slices of requests for one of an ingest, when both have work: an ingest gets on however many
+/// clients never pause.
+const SHARE: u32 = 8;
 
 /// The thread's state.
-pub(crate) struct Compute {
+pub struct Compute {
     pub core: Arc<Core>,
     pub prefix: Arc<ChunkSlot>,
     pub sessions: Arc<Sessions>,
-    pub work: Receiver<Work>,
+    /// Requests whose chunks are there.
+    pub requests: Receiver<Box<Resident>>,
+    /// Chunks that requests wait for, whose files could not be used.
+    pub chunks: Receiver<CompileJob>,
     pub background: Receiver<CompileJob>,
     /// Has room for every chunk that can be under way, so that sending never blocks.
     pub compiled: Sender<Compiled>,
 }
 
+/// Something computed slice by slice.
+enum Job {
+    Prefill(Box<Prefill>),
+    Compile(Box<Compilation>),
+}
+
+/// One run of the thread.
+struct Run<'a> {
+    compute: &'a Compute,
+    stop: &'a StopFlag,
+    pulse: &'a Pulse,
+    /// In turn.
+    active: VecDeque<Job>,
+    background: Option<Job>,
+    /// Slices of requests since the last one of an ingest.
+    since: u32,
+}
+
 impl Compute {
     /// Runs until the flag is raised.
-    pub fn run(&self, stop: &StopFlag, stopped: &Receiver<()>) {
+    pub fn run(&self, stop: &StopFlag, stopped: &Receiver<()>, pulse: &Pulse) {
+        let (active, background) = (VecDeque::new(), None);
+        let mut run = Run { compute: self, stop, pulse, active, background, since: 0 };
         while !stop.is_raised() {
-            select_biased! {
-                recv(stopped) -> _ => {}
-                recv(self.work) -> work => match work {
-                    Ok(work) => self.handle(work, stop),
-                    Err(_) => return,
-                },
-                recv(self.background) -> job => match job {
-                    Ok(job) => self.compile(job, stop, true),
-                    Err(_) => return,
-                },
+            if run.active.is_empty() && run.background.is_none() {
+                pulse.rest();
+                select_biased! {
+                    recv(stopped) -> _ => return,
+                    recv(self.chunks) -> job => match job {
+                        Ok(job) => run.active.push_back(Job::compile(job)),
+                        Err(_) => return,
+                    },
+                    recv(self.requests) -> resident => match resident {
+                        Ok(resident) => run.begin(*resident),
+                        Err(_) => return,
+                    },
+                    recv(self.background) -> job => match job {
+                        Ok(job) => run.background = Some(Job::compile(job)),
+                        Err(_) => return,
+                    },
+                }
+            }
+            run.take_in();
+            run.turn();
+        }
+        // Nobody computes what is left.
+        for job in run.active.drain(..).chain(run.background.take()) {
+            if let Job::Prefill(prefill) = job {
+                let state = Arc::clone(prefill.state());
+                drop(prefill);
+                let reason = "the loader is stopping".into();
+                state.end(Err(RequestError::Unavailable(reason)));
             }
         }
     }
+}
 
-    fn handle(&self, work: Work, stop: &StopFlag) {
-        match work {
-            Work::Prefill(resident) => {
-                prefill::run(&self.core, &self.prefix, &self.sessions, *resident);
-            }
-            Work::Compile(job) => self.compile(*job, stop, false),
+impl Job {
+    fn compile(job: CompileJob) -> Self {
+        Self::Compile(Box::new(Compilation::new(job)))
+    }
+}
+
+impl Run<'_> {
+    fn begin(&mut self, resident: Resident) {
+        // The load thread may have another one for the place this has left.
+        self.compute.core.arena.signal();
+        let state = Arc::clone(&resident.planned.state);
+        match Prefill::new(resident) {
+            Ok(prefill) => self.active.push_back(Job::Prefill(Box::new(prefill))),
+            Err(e) => state.end(Err(e)),
         }
     }
 
-    /// Computes a chunk. In the background, requests go first between its steps.
-    fn compile(&self, job: CompileJob, stop: &StopFlag, background: bool) {
-        let mut compilation = Compilation::new(job);
-        while !compilation.step(&self.core, &self.prefix) {
-            if stop.is_raised() {
-                return;
-            }
-            if background {
-                self.work.try_iter().for_each(|work| self.handle(work, stop));
-            }
+    fn take_in(&mut self) {
+        self.pulse.step();
+        self.active.extend(self.compute.chunks.try_iter().map(Job::compile));
+        while self.active.len() < ACTIVE_MAX
+            && let Ok(resident) = self.compute.requests.try_recv()
+        {
+            self.begin(*resident);
         }
-        let _ = self.compiled.send(compilation.finish(&self.core));
+        if self.background.is_none() {
+            self.background = self.compute.background.try_recv().ok().map(Job::compile);
+        }
+    }
+
+    /// One slice of whoever has its turn.
+    fn turn(&mut self) {
+        let for_ingest = self.active.is_empty() || self.since >= SHARE;
+        if for_ingest && let Some(job) = self.background.take() {
+            self.since = 0;
+            self.background = self.slice(job);
+        } else if let Some(job) = self.active.pop_front() {
+            self.since += 1;
+            let rest = self.slice(job);
+            self.active.extend(rest);
+        }
+    }
+
+    /// Computes a slice; gives the job back if there is more. A panic fails this job alone.
+    fn slice(&self, job: Job) -> Option<Job> {
+        let core = &self.compute.core;
+        let mut go_on = || {
+            self.pulse.step();
+            !self.stop.is_raised()
+        };
+        match job {
+            Job::Compile(mut job) => {
+                let _span = trace::span("compute", "materialize", 0);
+                let prefix = &self.compute.prefix;
+                let stepped = AssertUnwindSafe(|| job.step(core, prefix, &mut go_on));
+                let compiled = match catch_unwind(stepped) {
+                    Ok(false) => return Some(Job::Compile(job)),
+                    Ok(true) if self.stop.is_raised() => return None,
+                    Ok(true) => job.finish(core),
+                    Err(_) => job.panicked(),
+                };
+                let _ = self.compute.compiled.send(compiled);
+                None
+            }
+            Job::Prefill(prefill) => self.slice_of_request(*prefill, &mut go_on),
+        }
+    }
+
+    fn slice_of_request(
+        &self,
+        mut prefill: Prefill,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Option<Job> {
+        let Compute { core, prefix, sessions, .. } = self.compute;
+        let state = Arc::clone(prefill.state());
+        let sliced = catch_unwind(AssertUnwindSafe(|| prefill.slice(core, prefix, go_on)));
+        // What the request held has come back before its client is told.
+        let outcome = match sliced {
+            Ok(Slice::More) => return Some(Job::Prefill(Box::new(prefill))),
+            Ok(Slice::Complete) => match prefill.finish(core, prefix, sessions) {
+                Ok(None) => return None,
+                Ok(Some(reason)) => Ok(reason),
+                Err(e) => Err(e),
+            },
+            Ok(Slice::Abandoned) => {
+                drop(prefill);
+                if state.is_cancelled() {
+                    Ok(FinishReason::Cancelled)
+                } else {
+                    Err(RequestError::Unavailable("the loader is stopping".into()))
+                }
+            }
+            Err(_) => {
+                drop(prefill);
+                Err(RequestError::Internal("computing the request panicked".into()))
+            }
+        };
+        state.end(outcome);
+        None
     }
 }

@@ -48,6 +48,9 @@ pub enum RequestError {
     /// The decoder is not there, or died.
     #[error("{0}")]
     Unavailable(String),
+    /// It took longer than its client, or `pipeline.deadline`, allows.
+    #[error("no complete answer within {}", matkv_config::format_duration(*.0))]
+    Deadline(std::time::Duration),
     /// Something broke that should not.
     #[error("{0}")]
     Internal(String),

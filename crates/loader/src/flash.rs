@@ -7,7 +7,7 @@ use matkv_sys::{DirectFile, SysError};
 
 /// Why a chunk file is not used.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Unusable {
+pub enum Unusable {
     #[error("its file is missing")]
     Missing,
     /// The file is wrong: kept aside, replaced.
@@ -19,7 +19,7 @@ pub(crate) enum Unusable {
 }
 
 /// Opens a chunk file of exactly this length.
-pub(crate) fn open_chunk(path: &Path, len: usize) -> Result<File, Unusable> {
+pub fn open_chunk(path: &Path, len: usize) -> Result<File, Unusable> {
     let unreadable = |e: &dyn std::fmt::Display| Unusable::Unreadable(e.to_string());
     let file = match DirectFile::open(path) {
         Ok(opened) => opened.file,

@@ -3,10 +3,13 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use crossbeam::channel::Sender;
 use matkv_api::v1::mat_kv_server::MatKv;
 use matkv_api::v1::*;
+use matkv_ring::Header;
+use matkv_telemetry::trace;
 use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
@@ -15,16 +18,20 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::error::RequestError;
 use crate::generate;
 use crate::ingest::{IncomingDocument, IngestSession};
-use crate::load::LoadMessage;
 use crate::request::RequestState;
 use crate::retrieve::Incoming;
 use crate::status::Observer;
 use crate::wire;
+use crate::world::LoadMessage;
 
 /// Bytes of one document; what does not fit in memory a few times over is refused.
 const DOCUMENT_BYTES_MAX: usize = 256 << 20;
 /// An LMDB key has 511 bytes, and one key is a chunk id and a document id.
 const DOCUMENT_ID_BYTES_MAX: usize = 511 - 32;
+/// Longest trace.
+const TRACE_SECONDS_MAX: f64 = 600.0;
+/// How long the decoder's last spans may be under way.
+const TRACE_TAIL: Duration = Duration::from_millis(500);
 /// Events waiting for a slow client before its own stream waits.
 const EVENTS_MAX: usize = 64;
 
@@ -37,6 +44,9 @@ pub(crate) struct Gateway {
     pub ingest: Sender<IngestSession>,
     pub load: Sender<LoadMessage>,
     pub queue: Arc<Semaphore>,
+    pub header: Arc<Header>,
+    /// One trace at a time.
+    pub tracing: Arc<Mutex<()>>,
     /// With overlap off: one request at a time, from admission to its end.
     pub serial: Option<Arc<Mutex<()>>>,
 }
@@ -87,14 +97,16 @@ impl MatKv for Gateway {
         request: Request<GenerateRequest>,
     ) -> Result<Response<Self::GenerateStream>, Status> {
         let core = Arc::clone(&self.observer.core);
+        let deadline = wire::deadline(request.metadata());
         let ask = wire::ask(request.into_inner(), &core.config).map_err(Status::from)?;
-        if !self.observer.is_ready() {
-            let status = self.observer.status().map_err(internal)?;
-            return Err(RequestError::Unavailable(status.reason).into());
+        if let Some(unready) = self.observer.unready() {
+            return Err(RequestError::Unavailable(unready.reason).into());
         }
-        let admission = self.admit().await?;
         let state = RequestState::new();
-        state.hold(admission);
+        let limit = deadline.unwrap_or(core.config.deadline).min(core.config.deadline);
+        let ends = state.received + limit;
+        let admission = tokio::time::timeout_at(ends.into(), self.admit()).await;
+        state.hold(admission.map_err(|_| Status::from(RequestError::Deadline(limit)))??);
         let sampling = ask.sampling.clone();
         let incoming = Incoming { ask, state: Arc::clone(&state) };
         // The channel has a place for every admitted request.
@@ -102,7 +114,7 @@ impl MatKv for Gateway {
             return Err(Status::unavailable("the loader is stopping"));
         }
         let (sender, receiver) = mpsc::channel(EVENTS_MAX);
-        tokio::spawn(generate::follow(core, state, sampling, sender));
+        tokio::spawn(generate::follow(core, state, sampling, sender, limit));
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
@@ -165,6 +177,33 @@ impl MatKv for Gateway {
         Ok(Response::new(ListDocumentsResponse { documents: documents.collect() }))
     }
 
+    async fn trace(
+        &self,
+        request: Request<TraceRequest>,
+    ) -> Result<Response<TraceResponse>, Status> {
+        let seconds = request.into_inner().seconds;
+        if !(seconds > 0.0 && seconds <= TRACE_SECONDS_MAX) {
+            return Err(Status::invalid_argument(format!(
+                "seconds is {seconds}, not in 0…{TRACE_SECONDS_MAX}"
+            )));
+        }
+        let Ok(_one) = self.tracing.try_lock() else {
+            return Err(RequestError::Exhausted("another trace is being recorded".into()).into());
+        };
+        let sessions = &self.observer.sessions;
+        drop((trace::take(), sessions.take_spans()));
+        let recording = Recording::start(&self.header);
+        tokio::time::sleep(Duration::from_secs_f64(seconds)).await;
+        drop(recording);
+        // The decoder sees the end, and sends the rest, within a look of its watch.
+        tokio::time::sleep(TRACE_TAIL).await;
+        let (own, decoder) = (std::process::id(), sessions.status().decoder);
+        let ours = trace::take().into_iter().map(|s| wire::span("loader", own, s));
+        let theirs = sessions.take_spans().into_iter();
+        let theirs = theirs.map(|s| wire::span("decoder", decoder, s));
+        Ok(Response::new(TraceResponse { spans: ours.chain(theirs).collect() }))
+    }
+
     async fn get_status(
         &self,
         _: Request<GetStatusRequest>,
@@ -172,6 +211,24 @@ impl MatKv for Gateway {
         let observer = Arc::clone(&self.observer);
         let status = tokio::task::spawn_blocking(move || observer.status());
         Ok(Response::new(status.await.map_err(internal)?.map_err(internal)?))
+    }
+}
+
+/// Both processes record while this lives; a client that goes away ends it.
+struct Recording(Arc<Header>);
+
+impl Recording {
+    fn start(header: &Arc<Header>) -> Self {
+        header.set_trace(true);
+        trace::set(true);
+        Self(Arc::clone(header))
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        trace::set(false);
+        self.0.set_trace(false);
     }
 }
 

@@ -1,6 +1,7 @@
 //! The stream a client sees: started, text as it comes, finished.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use matkv_api::v1::{self, GenerateEvent, generate_event::Event};
 use matkv_model::{Detokenizer, StopFilter};
@@ -32,14 +33,26 @@ struct News {
     phases: Phases,
 }
 
-/// Follows a request and tells its client. Reads only copies in this process, so a slow client
-/// holds nothing up.
+/// Follows a request and tells its client, until its time is over. Reads only copies in this
+/// process, so a slow client holds nothing up; one that does not read at all is let go with its
+/// deadline.
 pub(crate) async fn follow(
     core: Arc<Core>,
     state: Arc<RequestState>,
     sampling: Sampling,
     client: Sender,
+    limit: Duration,
 ) {
+    let ends = tokio::time::Instant::from_std(state.received + limit);
+    let told = tell(core, Arc::clone(&state), sampling, client.clone());
+    if tokio::time::timeout_at(ends, told).await.is_err() {
+        // Dropping the future has cancelled the request, wherever it was.
+        metrics::counter!(names::REQUESTS, "outcome" => "deadline").increment(1);
+        let _ = client.try_send(Err(RequestError::Deadline(limit).into()));
+    }
+}
+
+async fn tell(core: Arc<Core>, state: Arc<RequestState>, sampling: Sampling, client: Sender) {
     let _cancel = CancelOnDrop(Arc::clone(&state));
     let mut text = TextStream::new(&sampling);
     let mut started: Option<Started> = None;

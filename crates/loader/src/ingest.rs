@@ -10,19 +10,20 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, select_biased};
 use matkv_api::v1::{DocumentDone, IngestEvent, IngestSummary, Progress, ingest_event::Event};
-use matkv_format::{ChunkFile, Expectation};
+use matkv_format::ChunkFile;
 use matkv_model::Detokenizer;
 use matkv_store::DocumentRecord;
-use matkv_sys::{CrashPoint, DirectFile, Region, crash_point};
+use matkv_sys::{CrashPoint, Region, SlotMut, crash_point};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, ContentId};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 
 use crate::core::Core;
+use crate::flash::{Unusable, open_chunk};
 use crate::ingest_commit::{Batch, DurableChunk};
-use crate::load::LoadMessage;
 use crate::request::Lease;
+use crate::world::{LoadMessage, Materialize};
 
 /// A document as it arrived.
 pub(crate) struct IncomingDocument {
@@ -254,34 +255,27 @@ impl Session<'_> {
         self.progress.tokens_done += tokens.len() as u64;
     }
 
-    fn expectation<'t>(&self, id: ChunkId, tokens: &'t [u32]) -> Expectation<'t> {
-        Expectation {
-            fingerprint: self.core.fingerprint,
-            chunk_id: id,
-            tokens,
-            shape: self.core.model.kv_shape(),
-            base_position: self.core.prefix.len(),
-        }
-    }
-
     /// A file that an interrupted ingest has left: used if every byte is right.
     fn adopt(&mut self, id: &ChunkId, tokens: &Arc<[u32]>) -> Result<bool, String> {
-        let path = self.core.store.files().path(id);
-        if !path.exists() {
-            return Ok(false);
-        }
-        let len = ChunkFile::len(self.core.model.kv_shape(), self.core.encoding, tokens.len());
-        let verified = read_whole(&path, len).and_then(|b| {
-            ChunkFile::verify(&b, &self.expectation(*id, tokens)).map_err(|e| e.to_string())
+        let len = self.core.spec.file_len(tokens.len());
+        let verified = read_whole(&self.core.store.files().path(id), len).and_then(|bytes| {
+            ChunkFile::verify(&bytes, &self.core.spec.expectation(*id, tokens))
+                .map_err(|e| Unusable::Damaged(e.to_string()))
         });
-        if let Err(reason) = verified {
-            tracing::warn!("chunk {id}: {reason}; quarantined, computing anew");
-            metrics::counter!(names::QUARANTINED).increment(1);
-            self.core.store.files().quarantine(id).map_err(|e| e.to_string())?;
-            return Ok(false);
+        match verified {
+            Ok(_) => {
+                self.durable(*id, Arc::clone(tokens), len)?;
+                return Ok(true);
+            }
+            Err(Unusable::Missing) => {}
+            Err(reason) => {
+                tracing::warn!("chunk {id}: {reason}; computing it anew");
+                if matches!(reason, Unusable::Damaged(_)) {
+                    self.core.quarantine(id);
+                }
+            }
         }
-        self.durable(*id, Arc::clone(tokens), len)?;
-        Ok(true)
+        Ok(false)
     }
 
     /// The chunk's file is on the device; what is left is its vector and the commit.
@@ -301,9 +295,8 @@ impl Session<'_> {
         while self.in_flight.len() < LOOKAHEAD {
             let Some((id, tokens)) = self.todo.pop_front() else { return };
             let (sender, reply) = bounded(1);
-            let message =
-                LoadMessage::Materialize { id, tokens: Arc::clone(&tokens), reply: sender };
-            if self.load.send(message).is_err() {
+            let job = Materialize { id, tokens: Arc::clone(&tokens), reply: sender };
+            if self.load.send(LoadMessage::Materialize(job)).is_err() {
                 self.failed.insert(id, "the loader is stopping".into());
                 return;
             }
@@ -356,16 +349,12 @@ impl Session<'_> {
 
     fn commit_ready(&mut self, now: bool) {
         let due = self.batch.len() >= COMMIT_CHUNKS || self.last_commit.elapsed() >= COMMIT_AFTER;
+        if !(now || due) || self.open.iter().all(|d| !d.missing.is_empty()) {
+            return;
+        }
         let (ready, rest): (Vec<_>, Vec<_>) =
             std::mem::take(&mut self.open).into_iter().partition(|d| d.missing.is_empty());
         self.open = rest.into();
-        if ready.is_empty() || !(now || due) {
-            // Ready documents wait for their batch at the front.
-            let mut all: VecDeque<_> = ready.into();
-            all.append(&mut self.open);
-            self.open = all;
-            return;
-        }
         self.last_commit = Instant::now();
         let outcomes = self.batch.commit(self.core, ready, &self.failed);
         crash_point(CrashPoint::IngestCommitted);
@@ -389,15 +378,12 @@ fn unix_seconds() -> u64 {
     now.map_or(0, |d| d.as_secs())
 }
 
-/// Reads a file of exactly `len` bytes into page-aligned memory.
-fn read_whole(path: &std::path::Path, len: usize) -> Result<matkv_sys::SlotMut, String> {
+/// Reads a chunk file of exactly `len` bytes into page-aligned memory.
+fn read_whole(path: &std::path::Path, len: usize) -> Result<SlotMut, Unusable> {
     use std::os::unix::fs::FileExt;
-    let file = DirectFile::open(path).map_err(|e| e.to_string())?.file;
-    let found = file.metadata().map_err(|e| e.to_string())?.len();
-    if found != len as u64 {
-        return Err(format!("file of {found} bytes, expected {len}"));
-    }
-    let mut bytes = Region::anonymous(len).exclusive(0..len).map_err(|e| e.to_string())?;
-    file.read_exact_at(&mut bytes, 0).map_err(|e| e.to_string())?;
+    let file = open_chunk(path, len)?;
+    let unreadable = |e: &dyn std::fmt::Display| Unusable::Unreadable(e.to_string());
+    let mut bytes = Region::anonymous(len).exclusive(0..len).map_err(|e| unreadable(&e))?;
+    file.read_exact_at(&mut bytes, 0).map_err(|e| unreadable(&e))?;
     Ok(bytes)
 }

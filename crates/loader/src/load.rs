@@ -1,52 +1,33 @@
-//! The `load` thread: owns the chunk cache, brings chunks from flash into the arena, and hands
+//! The load machine: owns the chunk cache, brings chunks from flash into the arena, and hands
 //! requests on when everything they need is there.
 //!
-//! Memory is given out in order of arrival: a request that cannot get a slot stops those behind
-//! it from taking one, so it cannot starve. "No free slot" here is the only back-pressure point.
+//! Memory is given out in order of arrival, to requests and to chunks of an ingest alike: whoever
+//! cannot get a slot stops those behind from taking one, so nobody starves. "No free slot" here is
+//! the only back-pressure point.
+//!
+//! No threads, channels or files here: what happens comes in by method calls, what is wanted goes
+//! out through [`World`]. The same machine runs in the loader's `load` thread and in the
+//! simulation.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use crossbeam::channel::{Receiver, Sender, select_biased};
-use matkv_actors::StopFlag;
-use matkv_format::{ChunkFile, Expectation};
+use matkv_format::ChunkFile;
 use matkv_ring::size_class;
-use matkv_sys::{CrashPoint, ReadDone, ReadEngine, ReadRequest, crash_point};
-use matkv_telemetry::names;
-use matkv_types::{ChunkId, FinishReason, KvDtype, KvLayout, Mode};
+use matkv_sys::{CrashPoint, ReadDone, SlotMut, crash_point};
+use matkv_telemetry::{names, trace};
+use matkv_types::{ChunkId, FinishReason, Mode};
 
-use crate::arena::{ChunkSlot, FillingSlot};
+use crate::arena::{Arena, ChunkSlot, Extent, FillingSlot};
 use crate::cache::ChunkCache;
+use crate::chunk_spec::ChunkSpec;
 use crate::compile::{CompileJob, Compiled};
-use crate::compute::Work;
-use crate::core::Core;
 use crate::error::RequestError;
-use crate::flash::{Unusable, open_chunk};
-use crate::prefill::own_slot_bytes;
-use crate::request::{
-    ChunkSource, Lease, OwnSlot, Planned, RequestState, Resident, held_slots, ms_since,
-};
-
-/// Where a materialized chunk is sent.
-pub(crate) type ChunkReply = Sender<Result<Lease, String>>;
-
-/// What the load thread is asked to do.
-pub(crate) enum LoadMessage {
-    /// Bring a request's chunks in and pass it on.
-    Request(Box<Planned>),
-    /// Compute a chunk that is not stored yet; the slot comes back filled and sealed.
-    Materialize { id: ChunkId, tokens: Arc<[u32]>, reply: ChunkReply },
-    /// Chunks that have been deleted from the store.
-    Forget(Vec<ChunkId>),
-}
-
-/// Chunks being read or computed for requests; the completion channels have room for all.
-pub(crate) const LOADS_MAX: usize = 64;
-/// How soon a request whose client has gone stops waiting for memory.
-const SWEEP: Duration = Duration::from_millis(100);
-/// With nothing waiting there is nothing to sweep.
-const NOTHING_TO_SWEEP: Duration = Duration::from_secs(3600);
+use crate::flash::Unusable;
+use crate::hand_over::own_slot_bytes;
+use crate::request::{ChunkSource, Lease, OwnSlot, Planned, RequestState, Resident, ms_since};
+use crate::world::{ChunkReply, LOADS_MAX, LoadMessage, Materialize, World};
 
 struct Pending {
     planned: Planned,
@@ -61,104 +42,147 @@ impl Pending {
     }
 }
 
+/// Who waits for memory, in order of arrival.
+enum Waiting {
+    Request(Box<Pending>),
+    /// With the number of requests that have passed it.
+    Materialize(Materialize, u32),
+}
+
+impl Waiting {
+    fn is_passed(&mut self) {
+        if let Self::Materialize(_, passed) = self {
+            *passed += 1;
+        }
+    }
+
+    fn request(&mut self) -> Option<&mut Pending> {
+        match self {
+            Self::Request(pending) => Some(pending),
+            Self::Materialize(..) => None,
+        }
+    }
+}
+
+/// Requests that may pass a chunk of an ingest while there is no memory for it. Then it has its
+/// turn: an ingest gets on however many clients never pause.
+const PASSES_MAX: u32 = 8;
+
 struct Loading {
     tokens: Arc<[u32]>,
     /// None once the chunk is being computed instead.
-    extent: Option<crate::arena::Extent>,
-    source: ChunkSource,
+    extent: Option<Extent>,
+    _span: trace::Timer,
 }
 
-struct Materialize {
-    id: ChunkId,
-    tokens: Arc<[u32]>,
-    reply: ChunkReply,
-}
-
-/// Channels of the load thread.
-pub(crate) struct LoadChannels {
-    pub messages: Receiver<LoadMessage>,
-    pub reads: Receiver<ReadDone>,
-    pub compiled: Receiver<Compiled>,
-    pub compute: Sender<Work>,
-    pub background: Sender<CompileJob>,
-}
-
-/// The thread's state.
-pub(crate) struct Load {
-    core: Arc<Core>,
+/// The machine's state.
+pub struct Load<W> {
+    spec: ChunkSpec,
+    arena: Arc<Arena>,
     prefix: Arc<ChunkSlot>,
-    engine: Arc<dyn ReadEngine>,
-    channels: LoadChannels,
+    world: W,
     cache: ChunkCache,
-    pending: VecDeque<Pending>,
-    materialize: VecDeque<Materialize>,
+    waiting: VecDeque<Waiting>,
     loading: HashMap<ChunkId, Loading>,
     reads: HashMap<u64, ChunkId>,
     next_read: u64,
     /// Replies owed for chunks being materialized.
     replies: HashMap<ChunkId, Vec<ChunkReply>>,
-    resident: Arc<std::sync::atomic::AtomicU64>,
 }
 
-impl Load {
-    pub fn new(
-        core: Arc<Core>,
-        prefix: Arc<ChunkSlot>,
-        engine: Arc<dyn ReadEngine>,
-        channels: LoadChannels,
-        resident: Arc<std::sync::atomic::AtomicU64>,
-    ) -> Self {
+impl<W: World> Load<W> {
+    /// With an empty cache.
+    pub fn new(spec: ChunkSpec, arena: &Arc<Arena>, prefix: Arc<ChunkSlot>, world: W) -> Self {
         Self {
-            core,
+            spec,
+            arena: Arc::clone(arena),
             prefix,
-            engine,
-            channels,
+            world,
             cache: ChunkCache::new(),
-            pending: VecDeque::new(),
-            materialize: VecDeque::new(),
+            waiting: VecDeque::new(),
             loading: HashMap::new(),
             reads: HashMap::new(),
             next_read: 0,
             replies: HashMap::new(),
-            resident,
         }
     }
 
-    /// Runs until the flag is raised.
-    pub fn run(&mut self, stop: &StopFlag, stopped: &Receiver<()>) {
-        let freed = self.core.arena.signals().clone();
-        while !stop.is_raised() {
-            let sweep = if self.pending.is_empty() { NOTHING_TO_SWEEP } else { SWEEP };
-            select_biased! {
-                recv(stopped) -> _ => {}
-                recv(self.channels.reads) -> r => r.into_iter().for_each(|r| self.read_done(r)),
-                recv(self.channels.compiled) -> c => c.into_iter().for_each(|c| self.compiled(c)),
-                recv(freed) -> _ => {}
-                recv(self.channels.messages) -> message => match message {
-                    Ok(message) => self.message(message),
-                    Err(_) => return,
-                },
-                default(sweep) => {}
-            }
-            self.pump();
-            let resident = self.cache.len() as u64;
-            self.resident.store(resident, std::sync::atomic::Ordering::Relaxed);
+    /// Chunks in the arena.
+    pub fn resident(&self) -> usize {
+        self.cache.len()
+    }
+
+    /// Whether nobody waits for memory and nothing is under way.
+    pub fn is_at_rest(&self) -> bool {
+        self.waiting.is_empty() && self.loading.is_empty() && self.replies.is_empty()
+    }
+
+    /// Whether somebody waits for memory, and may have gone away meanwhile.
+    pub fn has_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+
+    /// What is around it.
+    pub fn world(&mut self) -> &mut W {
+        &mut self.world
+    }
+
+    /// What must hold whenever nothing is being done.
+    ///
+    /// # Errors
+    /// What does not.
+    pub fn check(&self) -> Result<(), String> {
+        let fail = |what: &str| Err(what.to_owned());
+        if self.loading.len() > LOADS_MAX {
+            return fail("more loads than completions have room for");
         }
-        for pending in self.pending.drain(..) {
-            let reason = "the loader is stopping".into();
-            pending.planned.state.end(Err(RequestError::Unavailable(reason)));
+        let reading = self.loading.values().filter(|l| l.extent.is_some()).count();
+        if reading != self.reads.len()
+            || self.reads.values().any(|id| !self.loading.contains_key(id))
+        {
+            return fail("reads under way and chunks being loaded differ");
+        }
+        let requests = || {
+            self.waiting.iter().filter_map(|w| match w {
+                Waiting::Request(r) => Some(r),
+                Waiting::Materialize(..) => None,
+            })
+        };
+        let leases = requests().flat_map(|r| r.leases.iter().flatten()).count();
+        let own = requests().filter(|r| r.own.is_some()).count();
+        if leases + own > self.arena.held() {
+            return fail("waiting requests hold more slots than are counted");
+        }
+        for request in requests() {
+            for (use_, lease) in request.planned.chunks.iter().zip(&request.leases) {
+                let vanilla = request.planned.mode == Mode::Vanilla;
+                if lease.as_ref().is_some_and(|l| !vanilla && l.chunk().id() != use_.id) {
+                    return fail("a request holds another chunk than it asked for");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends everything that waits.
+    pub fn stop(&mut self) {
+        for pending in self.waiting.drain(..) {
+            if let Waiting::Request(pending) = pending {
+                let state = Arc::clone(&pending.planned.state);
+                drop(pending);
+                let reason = "the loader is stopping".into();
+                state.end(Err(RequestError::Unavailable(reason)));
+            }
         }
         // Whoever waits for a chunk hears that none will come.
         self.replies.clear();
-        self.materialize.clear();
     }
 
-    fn message(&mut self, message: LoadMessage) {
+    /// Takes a message; [`Self::pump`] acts on it.
+    pub fn message(&mut self, message: LoadMessage) {
         match message {
             LoadMessage::Request(planned) => self.arrive(*planned),
-            LoadMessage::Materialize { id, tokens, reply } => {
-                self.materialize.push_back(Materialize { id, tokens, reply });
-            }
+            LoadMessage::Materialize(m) => self.waiting.push_back(Waiting::Materialize(m, 0)),
             LoadMessage::Forget(ids) => ids.iter().for_each(|id| self.cache.remove(id)),
         }
     }
@@ -172,20 +196,17 @@ impl Load {
         }
         crash_point(CrashPoint::LoadPlanned);
         let leases = planned.chunks.iter().map(|_| None).collect();
-        self.pending.push_back(Pending { planned, started: Instant::now(), leases, own: None });
-    }
-
-    fn file_len(&self, rows: usize) -> usize {
-        ChunkFile::len(self.core.model.kv_shape(), self.core.encoding, rows)
+        let pending = Pending { planned, started: Instant::now(), leases, own: None };
+        self.waiting.push_back(Waiting::Request(Box::new(pending)));
     }
 
     /// A request that could not run even alone is refused now.
     fn fits(&self, planned: &Planned) -> Result<(), RequestError> {
-        let chunks = planned.chunks.iter().map(|c| size_class(self.file_len(c.tokens.len())));
+        let chunks = planned.chunks.iter().map(|c| size_class(self.spec.file_len(c.tokens.len())));
         let chunks: usize = if planned.mode == Mode::Vanilla { 0 } else { chunks.sum() };
         let need =
-            chunks + size_class(own_slot_bytes(&self.core, planned)) + self.prefix.range().len();
-        let (have, _) = self.core.arena.usage();
+            chunks + size_class(own_slot_bytes(&self.spec, planned)) + self.prefix.range().len();
+        let (have, _) = self.arena.usage();
         if need <= have {
             return Ok(());
         }
@@ -196,62 +217,133 @@ impl Load {
     }
 
     /// Moves everything that can move.
-    fn pump(&mut self) {
-        let (gone, mut waiting): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut self.pending)
-            .into_iter()
-            .partition(|r: &Pending| r.planned.state.is_cancelled());
-        for request in gone {
-            let state = Arc::clone(&request.planned.state);
-            drop(request);
-            state.end(Ok(FinishReason::Cancelled));
-        }
+    pub fn pump(&mut self) {
+        self.drop_cancelled();
+        let mut behind = std::mem::take(&mut self.waiting);
+        let mut ahead = VecDeque::new();
         let mut blocked = false;
-        while let Some(mut request) = waiting.pop_front() {
-            let mut stuck = false;
-            blocked = !self.advance(&mut request);
-            if blocked {
-                (blocked, stuck) = self.advance_alone(&mut request, &mut waiting);
-            }
-            if request.own.is_some() && request.leases.iter().all(Option::is_some) {
-                self.hand_on(request);
-            } else if stuck {
-                let reason = "the arena is too fragmented for this request; raise arena.size";
-                let state = Arc::clone(&request.planned.state);
-                drop(request);
-                state.end(Err(RequestError::Exhausted(reason.into())));
-            } else {
-                self.pending.push_back(request);
-            }
+        while let Some(next) = behind.pop_front() {
+            let kept = match next {
+                Waiting::Request(request) => {
+                    let kept = self.pump_request(request, &ahead, &mut behind, &mut blocked);
+                    if kept.is_none() {
+                        ahead.iter_mut().for_each(Waiting::is_passed);
+                    }
+                    kept
+                }
+                Waiting::Materialize(m, passed) => {
+                    self.pump_materialize(m, passed, &mut behind, &mut blocked)
+                }
+            };
+            ahead.extend(kept);
             if blocked {
                 break;
             }
         }
-        self.pending.append(&mut waiting);
-        if !blocked {
-            self.pump_materialize();
+        ahead.append(&mut behind);
+        self.waiting = ahead;
+        debug_assert_eq!(self.check(), Ok(()));
+    }
+
+    fn drop_cancelled(&mut self) {
+        let is_gone = |w: &Waiting| match w {
+            Waiting::Request(r) => r.planned.state.is_cancelled(),
+            Waiting::Materialize(..) => false,
+        };
+        let (gone, stay): (VecDeque<_>, VecDeque<_>) =
+            std::mem::take(&mut self.waiting).into_iter().partition(is_gone);
+        self.waiting = stay;
+        for waiting in gone {
+            if let Waiting::Request(request) = waiting {
+                let state = Arc::clone(&request.planned.state);
+                drop(request);
+                state.end(Ok(FinishReason::Cancelled));
+            }
         }
     }
 
-    /// The first request gets what those behind it hold; they take it again later. Returns
-    /// whether it is still blocked, and whether nothing under way could ever free memory for it.
-    fn advance_alone(
+    /// Gives a request what it needs and hands it on; gives it back if it must wait.
+    fn pump_request(
         &mut self,
-        request: &mut Pending,
-        behind: &mut VecDeque<Pending>,
-    ) -> (bool, bool) {
-        for other in behind.iter_mut() {
-            other.leases.iter_mut().for_each(|l| *l = None);
-            other.own = None;
+        mut request: Box<Pending>,
+        ahead: &VecDeque<Waiting>,
+        behind: &mut VecDeque<Waiting>,
+        blocked: &mut bool,
+    ) -> Option<Waiting> {
+        *blocked = !self.advance(&mut request);
+        let mut stuck = false;
+        if *blocked {
+            take_back(behind);
+            // Read before the attempt: what is freed after it brings a signal, and another try.
+            let mine = request.leases.iter().flatten().count() + usize::from(request.own.is_some());
+            let others = self.arena.held().saturating_sub(mine);
+            let holds = |w: &Waiting| matches!(w, Waiting::Request(r) if r.holds());
+            let idle = self.loading.is_empty() && self.replies.is_empty();
+            *blocked = !self.advance(&mut request);
+            stuck = *blocked && idle && others == 0 && !ahead.iter().any(holds);
         }
-        let others = |r: &Pending| {
-            let mine = r.leases.iter().flatten().count() as u64 + u64::from(r.own.is_some());
-            held_slots() - mine
+        let complete = request.own.is_some() && request.leases.iter().all(Option::is_some);
+        if complete && self.world.prefill_has_room() {
+            self.hand_on(*request);
+            None
+        } else if stuck {
+            // Nothing under way could ever free memory for it.
+            let reason = "the arena is too fragmented for this request; raise arena.size";
+            let state = Arc::clone(&request.planned.state);
+            drop(request);
+            state.end(Err(RequestError::Exhausted(reason.into())));
+            None
+        } else {
+            Some(Waiting::Request(request))
+        }
+    }
+
+    /// Gives a chunk of an ingest its slot; gives it back if it must wait.
+    fn pump_materialize(
+        &mut self,
+        m: Materialize,
+        passed: u32,
+        behind: &mut VecDeque<Waiting>,
+        blocked: &mut bool,
+    ) -> Option<Waiting> {
+        if !self.world.background_has_room() {
+            // It waits for the compute thread, not for memory: nobody waits for it.
+            return Some(Waiting::Materialize(m, passed));
+        }
+        let len = self.spec.file_len(m.tokens.len());
+        let its_turn = passed >= PASSES_MAX;
+        let extent = self.cache.allocate(&self.arena, len).or_else(|| {
+            if !its_turn {
+                return None;
+            }
+            take_back(behind);
+            self.cache.allocate(&self.arena, len)
+        });
+        let Some(extent) = extent else {
+            let (capacity, _) = self.arena.usage();
+            if size_class(len) + self.prefix.range().len() > capacity {
+                let reason = format!(
+                    "a chunk of {} tokens needs {len} bytes of the arena, which has {capacity}; \
+                     raise arena.size or lower chunker.chunk_size",
+                    m.tokens.len()
+                );
+                let _ = m.reply.send(Err(reason));
+                return None;
+            }
+            *blocked = its_turn;
+            return Some(Waiting::Materialize(m, passed));
         };
-        // Read before the attempt: what is freed after it brings a signal, and another attempt.
-        let (held, earlier) = (others(request), self.pending.iter().any(Pending::holds));
-        let idle = self.loading.is_empty() && self.replies.is_empty();
-        let blocked = !self.advance(request);
-        (blocked, blocked && idle && held == 0 && !earlier)
+        let slot = exclusive(&extent);
+        let filling = FillingSlot { slot, extent };
+        let job =
+            CompileJob { id: m.id, tokens: m.tokens, filling, for_request: false, store: false };
+        match self.world.compile_in_background(job) {
+            Ok(()) => self.replies.entry(m.id).or_default().push(m.reply),
+            Err(_) => {
+                let _ = m.reply.send(Err("the loader is stopping".into()));
+            }
+        }
+        None
     }
 
     /// Takes what is there and starts what is not; false if memory or reads ran out.
@@ -263,7 +355,7 @@ impl Load {
             }
             if vanilla {
                 // Full prefill reads no stored rows; the prefix stands in for the lease.
-                request.leases[i] = Some(Lease::new(Arc::clone(&self.prefix), &self.core.arena));
+                request.leases[i] = Some(Lease::new(Arc::clone(&self.prefix), &self.arena));
                 continue;
             }
             let (id, tokens) = {
@@ -273,52 +365,53 @@ impl Load {
             if let Some(chunk) = self.cache.get(&id) {
                 metrics::counter!(names::ARENA_HITS).increment(1);
                 request.planned.chunks[i].source = ChunkSource::Arena;
-                request.leases[i] = Some(Lease::new(chunk, &self.core.arena));
-            } else if !self.loading.contains_key(&id) && !self.start_load(id, tokens) {
+                request.leases[i] = Some(Lease::new(chunk, &self.arena));
+            } else if !self.loading.contains_key(&id)
+                && !self.start_load(id, tokens, request.planned.state.number)
+            {
                 return false;
             }
         }
         if request.own.is_none() {
-            let bytes = own_slot_bytes(&self.core, &request.planned);
-            request.own = self.cache.allocate(&self.core.arena, bytes).map(OwnSlot::new);
+            let bytes = own_slot_bytes(&self.spec, &request.planned);
+            request.own = self.cache.allocate(&self.arena, bytes).map(OwnSlot::new);
         }
         request.own.is_some()
     }
 
     /// Starts reading a chunk file; false if there is no slot or too much is under way.
-    fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>) -> bool {
+    fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>, request: u64) -> bool {
         if self.loading.len() >= LOADS_MAX {
             return false;
         }
-        let len = self.file_len(tokens.len());
-        let Some(extent) = self.cache.allocate(&self.core.arena, len) else { return false };
-        let Ok(target) = extent.exclusive() else { return false };
-        let source = ChunkSource::Flash;
-        match open_chunk(&self.core.store.files().path(&id), len) {
-            Ok(file) => {
-                self.next_read += 1;
+        let len = self.spec.file_len(tokens.len());
+        let Some(extent) = self.cache.allocate(&self.arena, len) else { return false };
+        let target = exclusive(&extent);
+        self.next_read += 1;
+        let _span = trace::span("load", "read", request);
+        match self.world.read(self.next_read, &id, len, target) {
+            Ok(()) => {
                 self.reads.insert(self.next_read, id);
-                self.loading.insert(id, Loading { tokens, extent: Some(extent), source });
-                let file = Arc::new(file);
-                self.engine.submit(ReadRequest { tag: self.next_read, file, len, target });
+                self.loading.insert(id, Loading { tokens, extent: Some(extent), _span });
                 crash_point(CrashPoint::LoadSubmitted);
             }
-            Err(reason) => {
-                self.loading.insert(id, Loading { tokens, extent: None, source });
-                self.compute_instead(id, FillingSlot { slot: target, extent }, reason);
+            Err((slot, reason)) => {
+                self.loading.insert(id, Loading { tokens, extent: None, _span });
+                self.compute_instead(id, FillingSlot { slot, extent }, reason);
             }
         }
         true
     }
 
-    fn read_done(&mut self, done: ReadDone) {
+    /// A read has ended, well or not.
+    pub fn read_done(&mut self, done: ReadDone) {
         let Some(id) = self.reads.remove(&done.tag) else { return };
         let Some(loading) = self.loading.get_mut(&id) else { return };
         let Some(extent) = loading.extent.take() else { return };
         crash_point(CrashPoint::LoadRead);
         let tokens = Arc::clone(&loading.tokens);
         let filling = FillingSlot { slot: done.target, extent };
-        let expect = self.expectation(id, &tokens);
+        let expect = self.spec.expectation(id, &tokens);
         let verified = done.result.map_err(|e| match e.kind() {
             std::io::ErrorKind::UnexpectedEof => Unusable::Damaged(e.to_string()),
             _ => Unusable::Unreadable(e.to_string()),
@@ -330,50 +423,29 @@ impl Load {
             Ok(found) => {
                 metrics::counter!(names::LOADS).increment(1);
                 metrics::counter!(names::LOAD_BYTES).increment(found.file_len() as u64);
-                let kv = matkv_format::Superblock::kv_offset(found.rows)..found.file_len();
-                let chunk = filling.freeze(id, kv, found.layout(), found.file_len());
+                let chunk = filling.freeze_file(id, &found);
                 self.loaded(Arc::new(chunk), ChunkSource::Flash);
             }
             Err(reason) => self.compute_instead(id, filling, reason),
         }
     }
 
-    /// Keeps a file that cannot be used aside; a missing one is no error.
-    fn quarantine(&self, id: &ChunkId) {
-        match self.core.store.files().quarantine(id) {
-            Ok(true) => metrics::counter!(names::QUARANTINED).increment(1),
-            Ok(false) => {}
-            Err(e) => tracing::warn!("chunk {id}: {e}"),
-        }
-    }
-
-    fn expectation<'a>(&self, id: ChunkId, tokens: &'a [u32]) -> Expectation<'a> {
-        Expectation {
-            fingerprint: self.core.fingerprint,
-            chunk_id: id,
-            tokens,
-            shape: self.core.model.kv_shape(),
-            base_position: self.core.prefix.len(),
-        }
-    }
-
     fn compute_instead(&mut self, id: ChunkId, filling: FillingSlot, reason: Unusable) {
         tracing::warn!("chunk {id}: {reason}; computing it again");
         if matches!(reason, Unusable::Damaged(_)) {
-            self.quarantine(&id);
+            self.world.quarantine(&id);
         }
         metrics::counter!(names::RECOMPUTED).increment(1);
-        let Some(loading) = self.loading.get_mut(&id) else { return };
-        loading.source = ChunkSource::Computed;
+        let Some(loading) = self.loading.get(&id) else { return };
         let tokens = Arc::clone(&loading.tokens);
         // A file that could not be read may be whole: it is not written over.
         let store = !matches!(reason, Unusable::Unreadable(_));
-        let job = CompileJob { id, tokens, filling, store };
-        // The compute thread never waits for this one, so it always takes the job.
-        let _ = self.channels.compute.send(Work::Compile(Box::new(job)));
+        let job = CompileJob { id, tokens, filling, for_request: true, store };
+        self.world.compile(job);
     }
 
-    fn compiled(&mut self, compiled: Compiled) {
+    /// A computation has ended, well or not.
+    pub fn compiled(&mut self, compiled: Compiled) {
         match compiled.outcome {
             Ok(chunk) => {
                 let chunk = Arc::new(chunk);
@@ -382,12 +454,12 @@ impl Load {
                 let waiting = self.loading.get(&compiled.id);
                 let demanded = waiting.is_some_and(|l| l.extent.is_none());
                 for reply in replies.into_iter().flatten() {
-                    let _ = reply.send(Ok(Lease::new(Arc::clone(&chunk), &self.core.arena)));
+                    let _ = reply.send(Ok(Lease::new(Arc::clone(&chunk), &self.arena)));
                 }
                 if demanded {
                     let source = ChunkSource::Computed;
                     if compiled.store {
-                        self.store_again(&chunk);
+                        self.world.store_again(&chunk);
                     }
                     self.loaded(chunk, source);
                 } else {
@@ -395,35 +467,33 @@ impl Load {
                 }
             }
             Err(reason) => {
-                self.loading.remove(&compiled.id);
-                for reply in self.replies.remove(&compiled.id).into_iter().flatten() {
-                    let _ = reply.send(Err(reason.clone()));
+                // The same chunk may be under way twice, for a request and for an ingest; each
+                // fails alone.
+                if compiled.for_request {
+                    self.loading.remove(&compiled.id);
+                    self.fail_waiters(&compiled.id, &reason);
+                } else {
+                    for reply in self.replies.remove(&compiled.id).into_iter().flatten() {
+                        let _ = reply.send(Err(reason.clone()));
+                    }
                 }
-                self.fail_waiters(&compiled.id, &reason);
             }
         }
     }
 
-    /// Puts a recomputed chunk back on flash; serving does not depend on it.
-    fn store_again(&self, chunk: &ChunkSlot) {
-        let known = self.core.store.read().and_then(|r| r.chunk(&chunk.id()));
-        if !known.is_ok_and(|c| c.is_some()) {
-            // Its document has been deleted meanwhile.
-            return;
-        }
-        if let Err(e) = self.core.store.files().write(&chunk.id(), chunk.file()) {
-            tracing::warn!("chunk {}: recomputed, but not stored: {e}", chunk.id());
-        }
-    }
-
     fn fail_waiters(&mut self, id: &ChunkId, reason: &str) {
-        let (failed, rest): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut self.pending).into_iter().partition(|p| {
-                p.planned.chunks.iter().zip(&p.leases).any(|(c, l)| c.id == *id && l.is_none())
-            });
-        self.pending = rest.into();
-        for request in failed {
-            request.planned.state.end(Err(RequestError::Internal(reason.to_owned())));
+        let waits = |p: &Pending| {
+            p.planned.chunks.iter().zip(&p.leases).any(|(c, l)| c.id == *id && l.is_none())
+        };
+        for waiting in std::mem::take(&mut self.waiting) {
+            match waiting {
+                Waiting::Request(request) if waits(&request) => {
+                    let state = Arc::clone(&request.planned.state);
+                    drop(request);
+                    state.end(Err(RequestError::Internal(reason.to_owned())));
+                }
+                other => self.waiting.push_back(other),
+            }
         }
     }
 
@@ -432,11 +502,11 @@ impl Load {
     fn loaded(&mut self, chunk: Arc<ChunkSlot>, source: ChunkSource) {
         let id = chunk.id();
         self.loading.remove(&id);
-        for request in &mut self.pending {
+        for request in self.waiting.iter_mut().filter_map(Waiting::request) {
             for (use_, lease) in request.planned.chunks.iter_mut().zip(&mut request.leases) {
                 if use_.id == id && lease.is_none() {
                     use_.source = source;
-                    *lease = Some(Lease::new(Arc::clone(&chunk), &self.core.arena));
+                    *lease = Some(Lease::new(Arc::clone(&chunk), &self.arena));
                 }
             }
         }
@@ -454,44 +524,28 @@ impl Load {
         let leases = leases.into_iter().flatten().collect();
         let state: Arc<RequestState> = Arc::clone(&planned.state);
         let resident = Resident { planned, leases, own };
-        if self.channels.compute.send(Work::Prefill(Box::new(resident))).is_err() {
+        if !self.world.prefill(resident) {
             state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
         }
         crash_point(CrashPoint::LoadHandedOn);
     }
+}
 
-    /// Gives slots to chunks of an ingest, after every request has been served.
-    fn pump_materialize(&mut self) {
-        while let Some(next) = self.materialize.pop_front() {
-            if self.channels.background.is_full() {
-                self.materialize.push_front(next);
-                return;
-            }
-            let len = self.file_len(next.tokens.len());
-            let Some(extent) = self.cache.allocate(&self.core.arena, len) else {
-                let (capacity, _) = self.core.arena.usage();
-                if size_class(len) + self.prefix.range().len() > capacity {
-                    let reason = format!(
-                        "a chunk of {} tokens needs {len} bytes of the arena, which has \
-                         {capacity}; raise arena.size or lower chunker.chunk_size",
-                        next.tokens.len()
-                    );
-                    let _ = next.reply.send(Err(reason));
-                    continue;
-                }
-                self.materialize.push_front(next);
-                return;
-            };
-            let Ok(slot) = extent.exclusive() else { return };
-            self.replies.entry(next.id).or_default().push(next.reply);
-            let filling = FillingSlot { slot, extent };
-            let job = CompileJob { id: next.id, tokens: next.tokens, filling, store: false };
-            let _ = self.channels.background.send(job);
-        }
+/// The bytes of an extent that has just been allocated.
+///
+/// # Panics
+/// If somebody still has them: memory would be written under a reader.
+fn exclusive(extent: &Extent) -> SlotMut {
+    match extent.exclusive() {
+        Ok(slot) => slot,
+        Err(e) => panic!("an allocated extent is in use: {e}"),
     }
 }
 
-/// The layout of a sequence's own rows.
-pub(crate) fn own_layout(core: &Core, rows: usize) -> KvLayout {
-    KvLayout::new(core.model.kv_shape(), KvDtype::Bf16, rows)
+/// Whoever is first gets what those behind hold; they take it again later.
+fn take_back(behind: &mut VecDeque<Waiting>) {
+    for other in behind.iter_mut().filter_map(Waiting::request) {
+        other.leases.iter_mut().for_each(|l| *l = None);
+        other.own = None;
+    }
 }

@@ -10,7 +10,7 @@ use matkv_types::{Mode, TILE_ROWS, align_up};
 
 /// Where a planned segment's rows lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum PlannedSource {
+pub enum PlannedSource {
     Prefix,
     /// Index of the chunk in the prompt.
     Chunk(usize),
@@ -19,7 +19,7 @@ pub(crate) enum PlannedSource {
 
 /// A segment of the prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct PlannedSegment {
+pub struct PlannedSegment {
     pub source: PlannedSource,
     pub first_row: usize,
     pub rows: usize,
@@ -29,7 +29,7 @@ pub(crate) struct PlannedSegment {
 
 /// A prompt, row by row.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Plan {
+pub struct Plan {
     /// Segments in prompt order; the last is the own run the answer is appended to.
     pub segments: Vec<PlannedSegment>,
     /// Rows to compute, by position.

@@ -6,16 +6,18 @@ use std::time::Instant;
 
 use matkv_model::Message;
 use matkv_ring::SequenceControl;
+use matkv_sys::{SlotMut, SysError};
 use matkv_types::{ChunkId, FinishReason, Mode, Sampling};
 use tokio::sync::Notify;
 
-use crate::arena::{ChunkSlot, Extent};
+use crate::arena::{Arena, ChunkSlot, Extent, Held};
 use crate::error::RequestError;
+use crate::hand_over::own_kv_offset;
 use crate::plan::{Plan, PlannedSource};
 
 /// What a client asked for, validated.
 #[derive(Clone, Debug)]
-pub(crate) struct Ask {
+pub struct Ask {
     pub messages: Vec<Message>,
     pub chunk_ids: Vec<ChunkId>,
     pub document_ids: Vec<String>,
@@ -28,7 +30,7 @@ pub(crate) struct Ask {
 
 /// Where a chunk's rows came from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ChunkSource {
+pub enum ChunkSource {
     Arena,
     Flash,
     Computed,
@@ -48,7 +50,7 @@ impl ChunkSource {
 
 /// A chunk of the prompt.
 #[derive(Clone, Debug)]
-pub(crate) struct ChunkUse {
+pub struct ChunkUse {
     pub id: ChunkId,
     pub document: String,
     pub ordinal: u32,
@@ -65,7 +67,7 @@ impl AsRef<[u32]> for ChunkUse {
 
 /// Milliseconds of each phase.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Phases {
+pub struct Phases {
     pub queue_ms: f64,
     pub retrieve_ms: f64,
     pub load_ms: f64,
@@ -76,13 +78,13 @@ pub(crate) struct Phases {
 }
 
 /// Milliseconds since an instant.
-pub(crate) fn ms_since(start: Instant) -> f64 {
+pub fn ms_since(start: Instant) -> f64 {
     start.elapsed().as_secs_f64() * 1e3
 }
 
 /// What has happened so far, as the client's stream sees it.
 #[derive(Default)]
-pub(crate) struct Progress {
+pub struct Progress {
     /// The prompt, once the first token is there.
     pub started: Option<Started>,
     /// Tokens so far.
@@ -94,7 +96,7 @@ pub(crate) struct Progress {
 
 /// What is known when the first token is there.
 #[derive(Clone, Default)]
-pub(crate) struct Started {
+pub struct Started {
     pub chunks: Vec<ChunkUse>,
     pub dropped: Vec<ChunkId>,
     pub mode: Option<Mode>,
@@ -105,7 +107,9 @@ pub(crate) struct Started {
 }
 
 /// Shared by the threads that serve a request and the stream that tells its client.
-pub(crate) struct RequestState {
+pub struct RequestState {
+    /// Unique in the process's life.
+    pub number: u64,
     pub received: Instant,
     progress: Mutex<Progress>,
     changed: Notify,
@@ -117,7 +121,9 @@ pub(crate) struct RequestState {
 
 impl RequestState {
     pub fn new() -> Arc<Self> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         Arc::new(Self {
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
             received: Instant::now(),
             progress: Mutex::default(),
             changed: Notify::new(),
@@ -184,14 +190,8 @@ impl RequestState {
     }
 }
 
-/// Number of the next sequence in this process's life.
-pub(crate) fn next_sequence() -> u64 {
-    static NEXT: AtomicU64 = AtomicU64::new(1);
-    NEXT.fetch_add(1, Ordering::Relaxed)
-}
-
 /// A request after retrieval.
-pub(crate) struct Planned {
+pub struct Planned {
     pub state: Arc<RequestState>,
     pub chunks: Vec<ChunkUse>,
     pub dropped: Vec<ChunkId>,
@@ -218,80 +218,50 @@ impl Planned {
 }
 
 /// A chunk on loan: the arena cannot evict it.
-pub(crate) struct Lease {
-    /// Taken out by `drop` only.
-    chunk: Option<Arc<ChunkSlot>>,
-    arena: Arc<crate::arena::Arena>,
+pub struct Lease {
+    chunk: Arc<ChunkSlot>,
+    _held: Held,
 }
 
 impl Lease {
-    pub fn new(chunk: Arc<ChunkSlot>, arena: &Arc<crate::arena::Arena>) -> Self {
-        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).increment(1.0);
-        HELD.fetch_add(1, Ordering::SeqCst);
-        Self { chunk: Some(chunk), arena: Arc::clone(arena) }
+    pub fn new(chunk: Arc<ChunkSlot>, arena: &Arc<Arena>) -> Self {
+        Self { chunk, _held: Held::new(arena) }
     }
 
     pub fn chunk(&self) -> &ChunkSlot {
-        match &self.chunk {
-            Some(chunk) => chunk,
-            None => unreachable!("a lease holds its chunk until it is dropped"),
-        }
+        &self.chunk
     }
-}
-
-impl Drop for Lease {
-    fn drop(&mut self) {
-        // First the pin, then the count, then the signal: whoever sees the count or the signal
-        // finds the chunk evictable.
-        self.chunk = None;
-        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).decrement(1.0);
-        HELD.fetch_sub(1, Ordering::SeqCst);
-        self.arena.signal();
-    }
-}
-
-static HELD: AtomicU64 = AtomicU64::new(0);
-
-/// Slots held by requests now.
-pub(crate) fn held_slots() -> u64 {
-    HELD.load(Ordering::SeqCst)
 }
 
 /// A sequence's own slot.
-pub(crate) struct OwnSlot {
-    /// Taken out by `drop` only.
-    extent: Option<Extent>,
+pub struct OwnSlot {
+    extent: Extent,
+    _held: Held,
 }
 
 impl OwnSlot {
     pub fn new(extent: Extent) -> Self {
-        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).increment(1.0);
-        HELD.fetch_add(1, Ordering::SeqCst);
-        Self { extent: Some(extent) }
+        let _held = Held::new(extent.arena());
+        Self { extent, _held }
     }
 
     pub fn extent(&self) -> &Extent {
-        match &self.extent {
-            Some(extent) => extent,
-            None => unreachable!("a slot has its extent until it is dropped"),
-        }
-    }
-}
-
-impl Drop for OwnSlot {
-    fn drop(&mut self) {
-        let extent = self.extent.take();
-        let arena = extent.as_ref().map(|e| Arc::clone(e.arena()));
-        drop(extent);
-        metrics::gauge!(matkv_telemetry::names::HELD_SLOTS).decrement(1.0);
-        HELD.fetch_sub(1, Ordering::SeqCst);
-        arena.iter().for_each(|a| a.signal());
+        &self.extent
     }
 }
 
 /// A request whose chunks are all in the arena.
-pub(crate) struct Resident {
+pub struct Resident {
     pub planned: Planned,
     pub leases: Vec<Lease>,
     pub own: OwnSlot,
+}
+
+impl Resident {
+    /// The KV section of its own slot, to write.
+    pub fn own_rows(&self) -> Result<SlotMut, SysError> {
+        let range = self.own.extent().range();
+        let kv = range.start + own_kv_offset(&self.planned)..range.end;
+        self.own.extent().region().exclusive(kv)
+    }
 }

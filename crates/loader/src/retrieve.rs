@@ -1,19 +1,20 @@
 //! The `retrieve` thread: embed the question, find chunks, plan the prompt.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, select_biased};
+use matkv_actors::Pulse;
 use matkv_model::{Message, Role};
-use matkv_store::{ReadTxn, StoreError};
+use matkv_store::ReadTxn;
+use matkv_telemetry::trace;
 use matkv_types::{ChunkId, FinishReason, Mode};
 
 use crate::core::Core;
 use crate::error::RequestError;
-use crate::load::LoadMessage;
 use crate::plan::Plan;
 use crate::request::{Ask, ChunkSource, ChunkUse, Planned, RequestState, ms_since};
+use crate::world::LoadMessage;
 
 /// A request from the gateway.
 pub(crate) struct Incoming {
@@ -38,8 +39,10 @@ pub(crate) fn run(
     incoming: &Receiver<Incoming>,
     load: &Sender<LoadMessage>,
     stopped: &Receiver<()>,
+    pulse: &Pulse,
 ) {
     loop {
+        pulse.rest();
         let request = select_biased! {
             recv(stopped) -> _ => return,
             recv(incoming) -> request => match request {
@@ -47,6 +50,7 @@ pub(crate) fn run(
                 Err(_) => return,
             },
         };
+        pulse.step();
         let _guard = EndOnPanic(Arc::clone(&request.state));
         handle(core, request, load);
     }
@@ -75,14 +79,16 @@ fn internal(e: impl std::fmt::Display) -> RequestError {
 fn plan(core: &Core, request: Incoming) -> Result<Planned, RequestError> {
     let Incoming { ask, state } = request;
     let started = Instant::now();
+    let _span = trace::span("retrieve", "retrieve", state.number);
     let rest = core.model.rest(&ask.messages).map_err(|e| RequestError::Invalid(e.to_string()))?;
+    let answer = ask.sampling.max_new_tokens as usize;
+    let room = room_for_chunks(core, rest.len(), answer)?;
     let mut chunks = find_chunks(core, &ask)?;
     state.update(|p| p.phases.retrieve_ms = ms_since(started));
-    let dropped = fit(core, &mut chunks, rest.len(), ask.sampling.max_new_tokens as usize)?;
+    let dropped = drop_last(&mut chunks, room);
     if ask.mode == Mode::Vanilla {
         chunks.iter_mut().for_each(|c| c.source = ChunkSource::Vanilla);
     }
-    let answer = ask.sampling.max_new_tokens as usize;
     let plan = Plan::new(ask.mode, &core.prefix, &chunks, &rest, answer);
     Ok(Planned {
         state,
@@ -96,13 +102,9 @@ fn plan(core: &Core, request: Incoming) -> Result<Planned, RequestError> {
     })
 }
 
-/// Drops chunks of the lowest rank until prompt and answer fit the context.
-fn fit(
-    core: &Core,
-    chunks: &mut Vec<ChunkUse>,
-    rest: usize,
-    answer: usize,
-) -> Result<Vec<ChunkId>, RequestError> {
+/// Tokens of the context that chunks may take; a question that leaves none is refused before
+/// anything is searched for it.
+fn room_for_chunks(core: &Core, rest: usize, answer: usize) -> Result<usize, RequestError> {
     let context = core.model.config.context_length;
     let fixed = core.prefix.len() + rest + answer;
     if fixed > context {
@@ -112,23 +114,28 @@ fn fit(
             core.prefix.len()
         )));
     }
+    Ok(context - fixed)
+}
+
+/// Drops chunks of the lowest rank until the others fit.
+fn drop_last(chunks: &mut Vec<ChunkUse>, room: usize) -> Vec<ChunkId> {
     let mut dropped = Vec::new();
-    while fixed + chunks.iter().map(|c| c.tokens.len()).sum::<usize>() > context {
+    while chunks.iter().map(|c| c.tokens.len()).sum::<usize>() > room {
         dropped.extend(chunks.pop().map(|c| c.id));
     }
-    Ok(dropped)
+    dropped
 }
 
 fn find_chunks(core: &Core, ask: &Ask) -> Result<Vec<ChunkUse>, RequestError> {
     let read = core.store.read().map_err(internal)?;
     let explicit = !ask.chunk_ids.is_empty() || !ask.document_ids.is_empty();
     let ranked = if explicit { named(&read, ask)? } else { search(core, &read, ask)? };
-    let places = places(&read, &ranked).map_err(internal)?;
     let mut out = Vec::with_capacity(ranked.len());
     for (id, score) in ranked {
         let tokens = read.tokens(&id).map_err(internal)?;
         let tokens = tokens.ok_or_else(|| RequestError::NotFound(format!("no chunk {id}")))?;
-        let (document, ordinal) = places.get(&id).cloned().unwrap_or_default();
+        // The document (the first by name) and the chunk's place in it, for people to read.
+        let (document, ordinal) = read.place(&id).map_err(internal)?.unwrap_or_default();
         let source = ChunkSource::Flash;
         out.push(ChunkUse { id, document, ordinal, tokens: tokens.into(), score, source });
     }
@@ -168,18 +175,4 @@ fn search(core: &Core, read: &ReadTxn<'_>, ask: &Ask) -> Result<Vec<(ChunkId, f3
 fn last_question(messages: &[Message]) -> &str {
     let user = messages.iter().rev().find(|m| m.role == Role::User);
     user.map_or("", |m| &m.content)
-}
-
-/// The document (the first by name) and ordinal of each chunk, for people to read.
-fn places(
-    read: &ReadTxn<'_>,
-    chunks: &[(ChunkId, f32)],
-) -> Result<HashMap<ChunkId, (String, u32)>, StoreError> {
-    let mut out = HashMap::new();
-    for (id, _) in chunks {
-        if let Some(place) = read.place(id)? {
-            out.insert(*id, place);
-        }
-    }
-    Ok(out)
 }

@@ -12,10 +12,13 @@ use matkv_sys::{FileLock, Segment};
 use matkv_types::Encoding;
 
 use crate::arena::{Arena, ChunkSlot};
+use crate::chunk_spec::ChunkSpec;
 use crate::compile::compile_prefix;
 use crate::core::Core;
 use crate::error::LoaderError;
+use crate::self_test::SelfTest;
 use crate::serve::{Signals, serve};
+use crate::session_thread::DecoderChild;
 
 /// How the loader was started.
 #[derive(Clone, Debug, Default)]
@@ -32,6 +35,7 @@ pub(crate) struct Opened {
     pub pool: rayon::ThreadPool,
     pub prefix: Arc<ChunkSlot>,
     pub runtime_lock: FileLock,
+    pub child: Option<DecoderChild>,
 }
 
 /// Runs until a signal or a fatal error.
@@ -50,11 +54,11 @@ pub fn run(config: &Config, options: Options) -> Result<(), LoaderError> {
         let _context = runtime.enter();
         Signals::listen().map_err(|e| LoaderError::Setup(e.to_string()))?
     };
-    let opened = open(config)?;
-    runtime.block_on(serve(config, options, opened, signals))
+    let opened = open(config, options)?;
+    runtime.block_on(serve(config, opened, signals))
 }
 
-fn open(config: &Config) -> Result<Opened, LoaderError> {
+fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let setup = |e: &dyn std::fmt::Display| LoaderError::Setup(e.to_string());
     let path = model_path(&config.cache_dir, &config.model)?;
     let embedder_path = model_path(&config.cache_dir, PULLABLE[1].name)?;
@@ -64,16 +68,10 @@ fn open(config: &Config) -> Result<Opened, LoaderError> {
     let runtime_lock = FileLock::acquire(&config.runtime_dir.join("LOCK"))?;
     sweep(&config.runtime_dir);
     let model = Arc::new(LanguageModel::open(&path, Some(&config.cache_dir))?);
-    let texts =
-        PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
-    let prefix_tokens = model.prefix(&texts)?;
-    let (context, needed) = (model.config.context_length, prefix_tokens.len() + config.chunk_size);
-    if needed >= context {
-        return Err(LoaderError::Setup(format!(
-            "prefix and one chunk take {needed} tokens, the model's context has {context}; lower \
-             chunker.chunk_size"
-        )));
-    }
+    let prefix_tokens = prefix_tokens(&model, config)?;
+    // Both processes open the model at the same time. Not before ours is: what is wrong with it
+    // need not be said twice.
+    let child = options.spawn_decoder.map(DecoderChild::start);
     let fingerprint = model.fingerprint(&prefix_tokens);
     let store = Store::open(&config.store_dir, fingerprint)?;
     let index = Box::new(HannoyIndex::open(&store)?);
@@ -96,19 +94,26 @@ fn open(config: &Config) -> Result<Opened, LoaderError> {
         prefix_tokens.len(),
         &fingerprint.to_string()[..16]
     );
+    let (shape, prefix_tokens_len) = (model.kv_shape(), prefix_tokens.len());
     let core = Core {
         config: config.clone(),
-        model,
+        model: Arc::clone(&model),
         store,
         index,
         embedder,
         chunker,
         prefix: prefix_tokens,
-        fingerprint,
-        encoding: Encoding::DEFAULT,
+        spec: ChunkSpec {
+            fingerprint,
+            shape,
+            encoding: Encoding::DEFAULT,
+            base_position: prefix_tokens_len,
+        },
         arena,
         geometry,
+        self_test: SelfTest::new(&model, fingerprint).map_err(LoaderError::Setup)?,
     };
+    pool.install(|| SelfTest::prepare(&core, &prefix));
     Ok(Opened {
         core: Arc::new(core),
         header: Arc::new(header),
@@ -116,7 +121,23 @@ fn open(config: &Config) -> Result<Opened, LoaderError> {
         pool,
         prefix: Arc::new(prefix),
         runtime_lock,
+        child,
     })
+}
+
+/// The prefix of every prompt, if it leaves room for a chunk.
+fn prefix_tokens(model: &LanguageModel, config: &Config) -> Result<Vec<u32>, LoaderError> {
+    let texts =
+        PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
+    let prefix = model.prefix(&texts)?;
+    let (context, needed) = (model.config.context_length, prefix.len() + config.chunk_size);
+    if needed < context {
+        return Ok(prefix);
+    }
+    Err(LoaderError::Setup(format!(
+        "prefix and one chunk take {needed} tokens, the model's context has {context}; lower \
+         chunker.chunk_size"
+    )))
 }
 
 /// Removes sockets of the control channel that a killed process left: directories named `.tmp…`

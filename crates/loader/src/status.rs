@@ -1,13 +1,13 @@
 //! What `GetStatus` and the health service say.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use matkv_api::v1::GetStatusResponse;
 use matkv_kernels::Isa;
 
 use crate::core::Core;
-use crate::request::held_slots;
 use crate::session::Sessions;
 
 /// What the gateway can see of the loader.
@@ -19,11 +19,67 @@ pub(crate) struct Observer {
     pub resident: Arc<AtomicU64>,
     /// Requests admitted and not ended.
     pub admitted: Arc<AtomicU64>,
+    /// A stop has been asked for: running requests finish, no new ones are taken.
+    pub draining: AtomicBool,
+    /// Outcome of the self-test, by epoch.
+    pub self_test: Mutex<(u64, Result<(), String>)>,
+    pub testing: Mutex<Testing>,
+    /// A thread that makes no progress.
+    pub stuck: Mutex<Option<&'static str>>,
+}
+
+/// The self-test that has been started last, and when to try again.
+#[derive(Default)]
+pub(crate) struct Testing {
+    pub epoch: u64,
+    pub again: Option<Instant>,
+}
+
+/// Why requests are not taken.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Unready {
+    pub state: &'static str,
+    pub reason: String,
 }
 
 impl Observer {
-    pub fn is_ready(&self) -> bool {
-        self.sessions.is_connected()
+    pub fn new(core: Arc<Core>, sessions: Arc<Sessions>, engine: String) -> Self {
+        Self {
+            core,
+            sessions,
+            engine,
+            resident: Arc::default(),
+            admitted: Arc::default(),
+            draining: AtomicBool::new(false),
+            self_test: Mutex::new((0, Ok(()))),
+            testing: Mutex::default(),
+            stuck: Mutex::new(None),
+        }
+    }
+
+    /// Why requests are not taken; nothing if they are.
+    pub fn unready(&self) -> Option<Unready> {
+        let no = |state, reason: String| Some(Unready { state, reason });
+        if self.draining.load(Ordering::SeqCst) {
+            return no("draining", "the loader is stopping".into());
+        }
+        if let Some(thread) = *self.stuck.lock().unwrap_or_else(PoisonError::into_inner) {
+            return no("degraded", format!("thread {thread} makes no progress"));
+        }
+        let session = self.sessions.status();
+        if session.decoder == 0 {
+            return match session.refusal.as_str() {
+                "" => no("waiting-for-decoder", "no decoder is connected".into()),
+                why => no("waiting-for-decoder", format!("the decoder was refused: {why}")),
+            };
+        }
+        match &*self.self_test.lock().unwrap_or_else(PoisonError::into_inner) {
+            (epoch, _) if *epoch != session.epoch => {
+                no("testing", "the self-test of this session is not done".into())
+            }
+            (_, Ok(())) => None,
+            (_, Err(e)) => no("degraded", format!("the self-test failed: {e}")),
+        }
     }
 
     pub fn status(&self) -> Result<GetStatusResponse, String> {
@@ -31,21 +87,15 @@ impl Observer {
         let session = self.sessions.status();
         let totals = core.store.read().and_then(|r| r.totals()).map_err(|e| e.to_string())?;
         let (arena_bytes, used) = core.arena.usage();
-        let ready = self.is_ready();
         let running = session.running as u64;
-        let reason = if ready {
-            String::new()
-        } else if session.refusal.is_empty() {
-            "no decoder is connected".into()
-        } else {
-            format!("the decoder was refused: {}", session.refusal)
-        };
+        let ready = Unready { state: "ready", reason: String::new() };
+        let Unready { state, reason } = self.unready().unwrap_or(ready);
         Ok(GetStatusResponse {
-            state: if ready { "ready" } else { "waiting-for-decoder" }.into(),
+            state: state.into(),
             reason,
             version: env!("CARGO_PKG_VERSION").into(),
             model: core.config.model.clone(),
-            fingerprint: core.fingerprint.to_string(),
+            fingerprint: core.spec.fingerprint.to_string(),
             epoch: session.epoch,
             loader_pid: std::process::id(),
             decoder_pid: session.decoder,
@@ -58,7 +108,7 @@ impl Observer {
             arena_bytes: arena_bytes as u64,
             arena_used_bytes: used as u64,
             arena_chunks: self.resident.load(Ordering::Relaxed),
-            held_slots: held_slots(),
+            held_slots: core.arena.held() as u64,
             requests_running: running,
             requests_waiting: self.admitted.load(Ordering::Relaxed).saturating_sub(running),
             quarantined: core.store.files().quarantined().unwrap_or(0) as u64,

@@ -11,15 +11,19 @@ use matkv_sys::{EngineKind, ReadDone, ReadEngine, Segment, open_engine};
 use tokio::sync::{Mutex, Semaphore};
 
 use crate::compile::{CompileJob, Compiled};
-use crate::compute::{Compute, WORK_MAX, Work};
+use crate::compute::{Compute, WORK_MAX};
 use crate::error::LoaderError;
 use crate::gateway::Gateway;
 use crate::ingest::{self, IngestSession};
-use crate::load::{LOADS_MAX, Load, LoadChannels, LoadMessage};
+use crate::load::Load;
+use crate::load_thread::{self, LoadChannels, Process};
+use crate::request::Resident;
 use crate::retrieve::{self, Incoming};
-use crate::run::{Opened, Options};
-use crate::session::{SessionThread, Sessions};
+use crate::run::Opened;
+use crate::session::Sessions;
+use crate::session_thread::SessionThread;
 use crate::status::Observer;
+use crate::world::{LOADS_MAX, LoadMessage};
 
 /// A receiver that is disconnected, and so ready for ever, once the flag is raised.
 pub(crate) fn stopped(stop: &StopFlag) -> Receiver<()> {
@@ -49,7 +53,10 @@ struct Channels {
     reads: (Sender<ReadDone>, Receiver<ReadDone>),
     /// Every compilation that can be under way: the compute thread never waits here.
     compiled: (Sender<Compiled>, Receiver<Compiled>),
-    work: (Sender<Work>, Receiver<Work>),
+    /// Requests ready to be computed: what waits here holds memory.
+    requests: (Sender<Box<Resident>>, Receiver<Box<Resident>>),
+    /// Every chunk a request may wait for: the load thread never waits here.
+    chunks: (Sender<CompileJob>, Receiver<CompileJob>),
     /// The next chunk of an ingest.
     background: (Sender<CompileJob>, Receiver<CompileJob>),
 }
@@ -62,7 +69,8 @@ impl Channels {
             load: bounded(config.queue + 8),
             reads: bounded(LOADS_MAX),
             compiled: bounded(2 * LOADS_MAX + 8),
-            work: bounded(WORK_MAX),
+            requests: bounded(WORK_MAX),
+            chunks: bounded(LOADS_MAX),
             background: bounded(1),
         }
     }
@@ -87,61 +95,65 @@ fn engine(
 }
 
 /// Connects everything.
-pub(crate) fn threads(
-    config: &Config,
-    options: Options,
-    opened: Opened,
-) -> Result<Threads, LoaderError> {
-    let Channels { retrieve, ingest, load, reads, compiled, work, background } =
+pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, LoaderError> {
+    let Channels { retrieve, ingest, load, reads, compiled, requests, chunks, background } =
         Channels::new(config);
     let engine = engine(config, &opened.segment, reads.0)?;
     let sessions = Arc::new(Sessions::default());
-    let resident = Arc::new(AtomicU64::new(0));
-    let observer = Arc::new(Observer {
-        core: Arc::clone(&opened.core),
-        sessions: Arc::clone(&sessions),
-        engine: engine.describe().to_owned(),
-        resident: Arc::clone(&resident),
-        admitted: Arc::new(AtomicU64::new(0)),
-    });
+    let core = &opened.core;
+    let described = engine.describe().to_owned();
+    let observer = Arc::new(Observer::new(Arc::clone(core), Arc::clone(&sessions), described));
+    let resident = Arc::clone(&observer.resident);
     let gateway = Gateway {
         observer,
         retrieve: retrieve.0,
         ingest: ingest.0,
         load: load.0.clone(),
         queue: Arc::new(Semaphore::new(config.queue)),
+        header: Arc::clone(&opened.header),
+        tracing: Arc::default(),
         serial: (!config.overlap).then(|| Arc::new(Mutex::new(()))),
     };
-    let core = &opened.core;
     let session = SessionThread {
         sessions: Arc::clone(&sessions),
         header: Arc::clone(&opened.header),
         segment: opened.segment.name().to_owned(),
         geometry: core.geometry,
-        fingerprint: core.fingerprint,
-        shape: core.model.kv_shape(),
+        fingerprint: core.spec.fingerprint,
+        shape: core.spec.shape,
         runtime: config.runtime_dir.clone(),
-        spawn: options.spawn_decoder,
+        stall: config.stall,
+        child: opened.child.take().map(std::sync::Mutex::new),
     };
     let prefix = Arc::clone(&opened.prefix);
     let compute = Compute {
         core: Arc::clone(core),
         prefix: Arc::clone(&prefix),
         sessions,
-        work: work.1,
+        requests: requests.1,
+        chunks: chunks.1,
         background: background.1,
         compiled: compiled.0,
     };
-    let channels = LoadChannels {
-        messages: load.1,
-        reads: reads.1,
-        compiled: compiled.1,
-        compute: work.0,
+    let channels = LoadChannels { messages: load.1, reads: reads.1, compiled: compiled.1 };
+    let process = Process {
+        core: Arc::clone(core),
+        engine,
+        prefill: requests.0,
+        compile: chunks.0,
         background: background.0,
     };
-    let loading = Load::new(Arc::clone(core), prefix, engine, channels, resident);
+    let machine = Load::new(core.spec.clone(), &core.arena, prefix, process);
+    let loading = Loading { machine, channels, resident };
     let specs = specs(opened, loading, compute, session, retrieve.1, ingest.1, &load.0);
     Ok(Threads { specs, gateway })
+}
+
+/// What the load thread runs on.
+struct Loading {
+    machine: Load<Process>,
+    channels: LoadChannels,
+    resident: Arc<AtomicU64>,
 }
 
 /// What `load` and `compute` hold cannot be rebuilt after a panic (slots, replies), so the process
@@ -149,7 +161,7 @@ pub(crate) fn threads(
 /// hold one request each, which fails; they are restarted.
 fn specs(
     opened: Opened,
-    load: Load,
+    load: Loading,
     compute: Compute,
     session: SessionThread,
     incoming: Receiver<Incoming>,
@@ -162,25 +174,28 @@ fn specs(
     let Opened { pool, segment, runtime_lock, .. } = opened;
     let keep = (segment, runtime_lock);
     vec![
-        ThreadSpec::new("load", Policy::Fatal, move |stop| {
+        ThreadSpec::new("load", Policy::Fatal, move |stop, pulse| {
             let _outlives_the_threads = &keep;
             let signal = stopped(&stop);
-            load.lock().map_err(|e| e.to_string())?.run(&stop, &signal);
+            let mut load = load.lock().map_err(|e| e.to_string())?;
+            let Loading { machine, channels, resident } = &mut *load;
+            load_thread::run(machine, channels, resident, &stop, &signal, pulse);
             Ok(())
         }),
-        ThreadSpec::new("compute", Policy::Fatal, move |stop| {
+        ThreadSpec::new("compute", Policy::Fatal, move |stop, pulse| {
             let signal = stopped(&stop);
-            pool.install(|| compute.run(&stop, &signal));
+            pool.install(|| compute.run(&stop, &signal, pulse));
             Ok(())
         }),
-        ThreadSpec::new("retrieve", Policy::Restart { times: 100 }, move |stop| {
-            retrieve::run(&retriever, &incoming, &from_retrieve, &stopped(&stop));
+        ThreadSpec::new("retrieve", Policy::Restart { times: 100 }, move |stop, pulse| {
+            retrieve::run(&retriever, &incoming, &from_retrieve, &stopped(&stop), pulse);
             Ok(())
         }),
-        ThreadSpec::new("ingest", Policy::Restart { times: 100 }, move |stop| {
+        // It waits for a device that may hang while the arena still serves: not watched.
+        ThreadSpec::new("ingest", Policy::Restart { times: 100 }, move |stop, _| {
             ingest::run(&ingester, &ingests, &from_ingest, &stopped(&stop));
             Ok(())
         }),
-        ThreadSpec::new("session", Policy::Fatal, move |stop| session.run(&stop)),
+        ThreadSpec::new("session", Policy::Fatal, move |stop, pulse| session.run(&stop, pulse)),
     ]
 }

@@ -1,10 +1,13 @@
 //! Requests off the wire: validated once, here.
 
+use std::time::Duration;
+
 use matkv_api::v1::{self, GenerateRequest};
 use matkv_config::Config;
 use matkv_model::{Message, Role};
 use matkv_types::{ChunkId, Mode, Sampling};
 use tonic::Status;
+use tonic::metadata::MetadataMap;
 
 use crate::error::RequestError;
 use crate::request::{Ask, ChunkUse, Phases};
@@ -23,6 +26,7 @@ impl From<RequestError> for Status {
             RequestError::NotFound(_) => Self::not_found(text),
             RequestError::Exhausted(_) => Self::resource_exhausted(text),
             RequestError::Unavailable(_) => Self::unavailable(text),
+            RequestError::Deadline(_) => Self::deadline_exceeded(text),
             RequestError::Internal(_) => Self::internal(text),
         }
     }
@@ -30,6 +34,22 @@ impl From<RequestError> for Status {
 
 fn invalid<T>(text: impl Into<String>) -> Result<T, RequestError> {
     Err(RequestError::Invalid(text.into()))
+}
+
+/// How long the client waits: the `grpc-timeout` header, up to eight digits and a unit.
+pub(crate) fn deadline(metadata: &MetadataMap) -> Option<Duration> {
+    let text = metadata.get("grpc-timeout")?.to_str().ok()?;
+    let (number, unit) = text.split_at_checked(text.len().checked_sub(1)?)?;
+    let number: u64 = number.parse().ok().filter(|_| number.len() <= 8)?;
+    Some(match unit {
+        "H" => Duration::from_secs(number * 3600),
+        "M" => Duration::from_secs(number * 60),
+        "S" => Duration::from_secs(number),
+        "m" => Duration::from_millis(number),
+        "u" => Duration::from_micros(number),
+        "n" => Duration::from_nanos(number),
+        _ => return None,
+    })
 }
 
 /// A request as the loader works with it.
@@ -133,6 +153,12 @@ pub(crate) fn timings(p: &Phases) -> v1::Timings {
     }
 }
 
+/// A span, for the client.
+pub(crate) fn span(process: &str, pid: u32, span: matkv_types::Span) -> v1::Span {
+    let matkv_types::Span { name, track, request, start_ns, end_ns } = span;
+    v1::Span { process: process.into(), pid, track, name, request, start_ns, end_ns }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -150,6 +176,21 @@ mod tests {
         let ask = ask(request("why?"), &Config::default()).unwrap();
         assert_eq!((ask.mode, ask.top_k), (Mode::Linked(32), 4));
         assert_eq!(ask.sampling.max_new_tokens, 128);
+    }
+
+    #[test]
+    fn deadlines_are_read_from_the_header() {
+        let of = |text: &str| {
+            let mut metadata = MetadataMap::new();
+            metadata.insert("grpc-timeout", text.parse().unwrap());
+            deadline(&metadata)
+        };
+        assert_eq!(of("2S"), Some(Duration::from_secs(2)));
+        assert_eq!(of("1500m"), Some(Duration::from_millis(1500)));
+        assert_eq!(of("99999999H"), Some(Duration::from_secs(99_999_999 * 3600)));
+        for nonsense in ["", "S", "2", "2X", "-1S", "123456789S"] {
+            assert_eq!(of(nonsense), None, "{nonsense:?}");
+        }
     }
 
     #[test]

@@ -78,23 +78,28 @@ struct Pass<'a> {
     positions: Vec<Vec<usize>>,
 }
 
-/// Runs the steps together; returns logits `[steps that want them][vocab]`.
+/// Runs the steps together; returns logits `[steps that want them][vocab]`, or nothing if
+/// `go_on`, asked before every layer, said no: the new rows are then partly written.
 pub(crate) fn forward(
     isa: Isa,
     c: &LlamaConfig,
     w: &LlamaWeights,
     steps: &mut [Step<'_>],
-) -> Vec<Vec<f32>> {
+    go_on: &mut dyn FnMut() -> bool,
+) -> Option<Vec<Vec<f32>>> {
     let mut x: Vec<f32> = Vec::new();
     for row in steps.iter().flat_map(|s| s.rows) {
         embed(&w.embedding, row.token, &mut x);
     }
     let mut pass = Pass::new(isa, c, w, steps);
     for (i, layer) in w.layers.iter().enumerate() {
+        if !go_on() {
+            return None;
+        }
         pass.attention(i, layer, steps, &mut x);
         pass.feed_forward(layer, &mut x);
     }
-    pass.logits(steps, &x)
+    Some(pass.logits(steps, &x))
 }
 
 fn embed(embedding: &PackedMatrix, token: u32, x: &mut Vec<f32>) {

@@ -118,6 +118,16 @@ impl LanguageModel {
     ///
     /// Parallel work runs on the rayon pool of the calling thread.
     pub fn forward(&self, steps: &mut [Step<'_>]) -> Vec<Vec<f32>> {
-        forward(self.isa, &self.config, &self.weights, steps)
+        self.forward_while(steps, &mut || true).unwrap_or_default()
+    }
+
+    /// The same, as long as `go_on` says so before every layer: nothing if it did not. Whoever
+    /// must not wait for a long pass asks to stop there, and counts its progress there.
+    pub fn forward_while(
+        &self,
+        steps: &mut [Step<'_>],
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Option<Vec<Vec<f32>>> {
+        forward(self.isa, &self.config, &self.weights, steps, go_on)
     }
 }

@@ -6,6 +6,7 @@ use std::ops::Range;
 use matkv_types::{FinishReason, PAGE_BYTES};
 
 use crate::queue::DESCRIPTOR_WORDS;
+use crate::sequence::control_words;
 
 /// Words as the peer wrote them.
 #[derive(Clone, Copy, Debug)]
@@ -32,6 +33,8 @@ pub enum DescriptorError {
     },
 }
 
+/// Words without which a control part is none.
+const CONTROL_WORDS_MIN: u64 = control_words(0, 0) as u64;
 const SUBMIT: u64 = 0x5355_424d;
 const TOKENS: u64 = 0x544f_4b45;
 const FINISHED: u64 = 0x4649_4e49;
@@ -128,7 +131,7 @@ impl AllegedDescriptor {
         if !inside(kv) || !aligned(kv) || kv <= start || kv >= end {
             return invalid("kv_start", kv);
         }
-        if control == 0 || control > (kv - start) / 8 {
+        if control < CONTROL_WORDS_MIN || control > (kv - start) / 8 {
             return invalid("control_words", control);
         }
         Ok(Submission {
@@ -184,6 +187,7 @@ mod tests {
                 prop_assert!(s.slot_start >= arena.start && s.slot_end <= arena.end);
                 prop_assert!(s.slot_start + s.control_words * 8 <= s.kv_start);
                 prop_assert!(s.kv_start < s.slot_end);
+                prop_assert!(s.control_words >= control_words(0, 0));
                 prop_assert_eq!(s.encode(), { let mut w = words; w[7] = 0; w });
             }
         }

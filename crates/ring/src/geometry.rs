@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::queue::{Consumer, Producer, reset, ring_words};
 
 /// Raised with any change of what the two processes read from each other.
-pub const ABI_VERSION: u64 = 1;
+pub const ABI_VERSION: u64 = 2;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"MatKVseg");
 /// Sequences that can be published and not yet finished. The submission ring holds one
@@ -30,6 +30,27 @@ enum Word {
     Epoch = 5,
     Fingerprint = 8,
     Ready = 16,
+    LoaderBeats = 32,
+    DecoderBeats = 48,
+    Trace = 64,
+}
+
+/// One of the two processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Side {
+    /// Process A.
+    Loader,
+    /// Process B.
+    Decoder,
+}
+
+impl Side {
+    const fn beats(self) -> usize {
+        match self {
+            Self::Loader => Word::LoaderBeats as usize,
+            Self::Decoder => Word::DecoderBeats as usize,
+        }
+    }
 }
 
 /// Byte offsets of the two doorbells in the header page, each on a line of its own.
@@ -75,6 +96,30 @@ impl Geometry {
         align_up(ring_words(capacity) * 8, PAGE_BYTES)
     }
 
+    /// The same, if it is a segment's: what a peer says is not believed before.
+    ///
+    /// # Errors
+    /// If the arena does not lie behind the rings, or is larger than any memory.
+    pub fn checked(self) -> Result<Self, GeometryError> {
+        const ARENA_MAX: usize = 1 << 46;
+        let differs = |what, expected: usize, found: usize| GeometryError::Mismatch {
+            what,
+            expected: expected.to_string(),
+            found: found.to_string(),
+        };
+        if self.arena_bytes > ARENA_MAX {
+            return Err(differs("arena bytes (at most)", ARENA_MAX, self.arena_bytes));
+        }
+        let expected = Self::new(self.arena_bytes);
+        if self.arena_start != expected.arena_start {
+            return Err(differs("arena start", expected.arena_start, self.arena_start));
+        }
+        if self.arena_bytes != expected.arena_bytes {
+            return Err(differs("arena bytes", expected.arena_bytes, self.arena_bytes));
+        }
+        Ok(self)
+    }
+
     /// Bytes of the whole segment.
     pub fn segment_bytes(&self) -> usize {
         self.arena_start + self.arena_bytes
@@ -100,6 +145,9 @@ impl Geometry {
             crate::sequence::control_words(0, 0) as u64,
             SUBMISSION_BELL as u64,
             COMPLETION_BELL as u64,
+            Side::Loader.beats() as u64,
+            Side::Decoder.beats() as u64,
+            Word::Trace as u64,
             PAGE_BYTES as u64,
         ];
         let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
@@ -196,6 +244,7 @@ impl Header {
     }
 
     fn over(region: &Arc<Region>, geometry: Geometry) -> Result<Self, GeometryError> {
+        let geometry = geometry.checked()?;
         if region.len() < geometry.segment_bytes() {
             return Err(GeometryError::Mismatch {
                 what: "segment bytes",
@@ -213,6 +262,28 @@ impl Header {
 
     fn ring(&self, start: usize, capacity: usize) -> Result<Words, SysError> {
         self.region.words(start..start + ring_words(capacity) * 8)
+    }
+
+    /// A sign of life, while every thread of this process gets on.
+    pub fn beat(&self, side: Side) {
+        // Each process alone writes its own.
+        let beats = self.beats(side).wrapping_add(1);
+        self.words[side.beats()].store(beats, Ordering::Relaxed);
+    }
+
+    /// A's side: whether both record what they do.
+    pub fn set_trace(&self, on: bool) {
+        self.words[Word::Trace as usize].store(u64::from(on), Ordering::Relaxed);
+    }
+
+    /// B's side: whether to record.
+    pub fn trace(&self) -> bool {
+        self.words[Word::Trace as usize].load(Ordering::Relaxed) != 0
+    }
+
+    /// Signs of life of a process so far.
+    pub fn beats(&self, side: Side) -> u64 {
+        self.words[side.beats()].load(Ordering::Relaxed)
     }
 
     fn bell(&self, offset: usize) -> Result<Doorbell, SysError> {
@@ -306,11 +377,27 @@ mod tests {
     }
 
     #[test]
+    fn a_peers_geometry_is_checked_before_it_is_used() {
+        let good = Geometry::new(1 << 20);
+        assert!(good.checked().is_ok());
+        let bad = [
+            Geometry { arena_bytes: usize::MAX - 5, ..good },
+            Geometry { arena_bytes: 0, ..good },
+            Geometry { arena_bytes: 5000, ..good },
+            Geometry { arena_start: 4096, ..good },
+        ];
+        assert!(bad.iter().all(|g| g.checked().is_err()));
+    }
+
+    #[test]
     fn rings_connect_the_two_sides() {
         let geometry = Geometry::new(1 << 16);
         let region = Region::anonymous(geometry.segment_bytes());
         let header =
             Header::initialize(&region, geometry, Fingerprint(Digest([0; 32])), 1).unwrap();
+        header.beat(Side::Decoder);
+        header.beat(Side::Decoder);
+        assert_eq!((header.beats(Side::Loader), header.beats(Side::Decoder)), (0, 2));
         let (mut submit, mut completed) = header.loader_ends().unwrap();
         let (mut submitted, mut complete) = header.decoder_ends().unwrap();
         submit.publish(&[[1; 8]]).unwrap();

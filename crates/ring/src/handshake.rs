@@ -1,11 +1,23 @@
 //! Messages of the control channel.
 
-use matkv_types::{Fingerprint, KvShape};
+use matkv_types::{Fingerprint, KvShape, Span};
 use serde::{Deserialize, Serialize};
 
 use crate::geometry::{ABI_VERSION, Geometry};
 
-/// B → A, first.
+/// B → A on the control channel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FromDecoder {
+    /// First: who it is.
+    Hello(Hello),
+    /// In answer to a welcome: the segment is mapped and is what was agreed. Only now does the
+    /// session begin; a decoder that dies before costs nobody a request.
+    Joined,
+    /// What it has recorded, while A traces.
+    Spans(Vec<Span>),
+}
+
+/// B's introduction.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// Process id, since the channel does not tell.

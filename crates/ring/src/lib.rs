@@ -16,8 +16,8 @@ mod sequence;
 
 pub use alloc::{ExtentAllocator, size_class};
 pub use descriptor::{AllegedDescriptor, Completion, DescriptorError, Submission};
-pub use geometry::{ABI_VERSION, Geometry, GeometryError, Header};
-pub use handshake::{Hello, Welcome};
+pub use geometry::{ABI_VERSION, Geometry, GeometryError, Header, Side};
+pub use handshake::{FromDecoder, Hello, Welcome};
 pub use memory::{Bell, Memory};
 pub use queue::{Consumer, DESCRIPTOR_WORDS, Producer, QueueError, ring_words};
 pub use record::{RecordError, SegmentRecord, SequenceRecord, SlotRecord};

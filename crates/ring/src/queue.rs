@@ -94,13 +94,15 @@ impl<M: Memory, B: Bell> Producer<M, B> {
     /// # Errors
     /// [`QueueError::Corrupt`] if the consumer's index is impossible.
     pub fn room(&mut self) -> Result<usize, QueueError> {
-        self.head_seen = self.words.load(HEAD, Ordering::Acquire);
-        let fill = self.tail.wrapping_sub(self.head_seen);
-        if fill > self.capacity as u64 {
-            let (found, own, capacity) = (self.head_seen, self.tail, self.capacity);
+        let found = self.words.load(HEAD, Ordering::Acquire);
+        let (own, capacity) = (self.tail, self.capacity);
+        let fill = own.wrapping_sub(found);
+        if fill > capacity as u64 {
             return Err(QueueError::Corrupt { found, own, capacity });
         }
-        Ok(self.capacity - fill as usize)
+        // Believed only now: an index that was refused is refused again.
+        self.head_seen = found;
+        Ok(capacity - fill as usize)
     }
 
     /// Publishes descriptors with one release store and rings if the consumer is parked.
@@ -109,8 +111,9 @@ impl<M: Memory, B: Bell> Producer<M, B> {
     /// [`QueueError::Full`] if they do not all fit (none is published then), or
     /// [`QueueError::Corrupt`].
     pub fn publish(&mut self, batch: &[[u64; DESCRIPTOR_WORDS]]) -> Result<(), QueueError> {
-        let fill = self.tail.wrapping_sub(self.head_seen);
-        if fill as usize + batch.len() > self.capacity && self.room()? < batch.len() {
+        let fill = self.tail.wrapping_sub(self.head_seen) as usize;
+        let fits = self.capacity.checked_sub(fill).is_some_and(|room| batch.len() <= room);
+        if !fits && self.room()? < batch.len() {
             return Err(QueueError::Full { capacity: self.capacity });
         }
         for descriptor in batch {
@@ -150,11 +153,12 @@ impl<M: Memory, B: Bell> Consumer<M, B> {
     /// [`QueueError::Corrupt`] if the producer's index is impossible.
     pub fn take(&mut self) -> Result<Option<[u64; DESCRIPTOR_WORDS]>, QueueError> {
         if self.head == self.tail_seen {
-            self.tail_seen = self.words.load(TAIL, Ordering::Acquire);
-            if self.tail_seen.wrapping_sub(self.head) > self.capacity as u64 {
-                let (found, own, capacity) = (self.tail_seen, self.head, self.capacity);
+            let found = self.words.load(TAIL, Ordering::Acquire);
+            let (own, capacity) = (self.head, self.capacity);
+            if found.wrapping_sub(own) > capacity as u64 {
                 return Err(QueueError::Corrupt { found, own, capacity });
             }
+            self.tail_seen = found;
             if self.head == self.tail_seen {
                 return Ok(None);
             }
@@ -244,9 +248,15 @@ mod tests {
         let (mut producer, mut consumer) = pair(4, 0);
         producer.publish(&[descriptor(1)]).unwrap();
         consumer.words[TAIL].store(6, Ordering::SeqCst);
-        assert!(matches!(consumer.take(), Err(QueueError::Corrupt { found: 6, .. })));
+        for _ in 0..2 {
+            let taken = consumer.take();
+            assert!(matches!(taken, Err(QueueError::Corrupt { found: 6, .. })), "{taken:?}");
+        }
         consumer.words[HEAD].store(9, Ordering::SeqCst);
         assert!(matches!(producer.room(), Err(QueueError::Corrupt { found: 9, .. })));
+        // From the beginning: what an earlier epoch left is no excuse.
+        let mut late = Producer::<_, Doorbell>::new(consumer.words.clone(), 4, None);
+        assert!(matches!(late.publish(&[descriptor(1)]), Err(QueueError::Corrupt { .. })));
     }
 
     #[test]

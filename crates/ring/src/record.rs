@@ -75,6 +75,12 @@ const ROWS_MAX: u64 = 1 << 32;
 const OWN: u64 = u64::MAX;
 
 impl SequenceRecord {
+    /// Words of a record, before its slots are known.
+    pub fn encoded_len(slots: usize, segments: usize, stops: &[String]) -> usize {
+        let stops: usize = stops.iter().map(|s| 1 + s.len().div_ceil(8)).sum();
+        4 + 5 * slots + 5 * segments + 5 + stops
+    }
+
     /// To words.
     pub fn encode(&self) -> Vec<u64> {
         let n = |x: usize| x as u64;
@@ -252,6 +258,9 @@ mod tests {
     fn round_trip_and_every_truncation() {
         let words = record().encode();
         assert_eq!(SequenceRecord::decode(&words), Ok(record()));
+        let r = record();
+        let len = SequenceRecord::encoded_len(r.slots.len(), r.segments.len(), &r.sampling.stop);
+        assert_eq!(len, words.len());
         for n in 0..words.len() {
             assert!(SequenceRecord::decode(&words[..n]).is_err(), "{n} words");
         }

@@ -118,7 +118,7 @@ impl<M: Memory> SequenceControl<M> {
     pub fn add_decode_ns(&self, ns: u64) {
         // B alone writes it.
         let so_far = self.words.load(DECODE_NS, Ordering::Relaxed);
-        self.words.store(DECODE_NS, so_far + ns, Ordering::Relaxed);
+        self.words.store(DECODE_NS, so_far.wrapping_add(ns), Ordering::Relaxed);
     }
 
     /// A, after the end: nanoseconds B spent decoding.

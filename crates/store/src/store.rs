@@ -28,6 +28,7 @@ pub struct Store {
     _lock: FileLock,
     env: StoreEnv,
     files: ChunkFiles,
+    self_test_files: ChunkFiles,
     fingerprint: Fingerprint,
     other_fingerprints: Vec<String>,
     writing: Mutex<()>,
@@ -101,6 +102,7 @@ impl Store {
         let index = dir.join("index");
         create(&index)?;
         let files = ChunkFiles::open(&dir)?;
+        let self_test_files = ChunkFiles::open(&dir.join("self-test"))?;
         let env = open_environment(&index, MAP_BYTES, DATABASES_MAX)?;
         env.clear_stale_readers()?;
         let txn = env.write_txn()?;
@@ -120,6 +122,7 @@ impl Store {
             _lock: lock,
             env,
             files,
+            self_test_files,
             fingerprint,
             other_fingerprints,
             writing: Mutex::new(()),
@@ -140,6 +143,11 @@ impl Store {
     /// Chunk files.
     pub fn files(&self) -> &ChunkFiles {
         &self.files
+    }
+
+    /// Where the chunk of the self-test lies; no document names it.
+    pub fn self_test_files(&self) -> &ChunkFiles {
+        &self.self_test_files
     }
 
     /// What all chunks here were compiled with.

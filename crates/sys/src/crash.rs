@@ -2,8 +2,8 @@
 //!
 //! A test writes the name of a step, and the process it is meant for, into the file named by
 //! `MATKV_CRASH_FILE`. The first time that process passes the step it takes the file away and
-//! kills itself: no destructor runs, nothing is flushed, as after `kill -9`. In a release build
-//! there is nothing of this.
+//! kills itself: no destructor runs, nothing is flushed, as after `kill -9`. With `panic` after the
+//! step, it panics there instead. In a release build there is nothing of this.
 
 macro_rules! steps {
     ($($name:ident $text:literal,)*) => {
@@ -52,6 +52,7 @@ steps! {
     RingCopied "ring.descriptor-copied",
     RingFreed "ring.head-stored",
     ClaimBorrowed "claim.slots-borrowed",
+    DecodeBegun "decode.begun",
     DecodeComputed "decode.computed",
     DecodeAppended "decode.appended",
     DecodeNotified "decode.notified",
@@ -90,10 +91,14 @@ mod debug {
         let file = FILE.get_or_init(|| std::env::var_os(VARIABLE).map(PathBuf::from));
         let Some(file) = file else { return };
         let Ok(asked) = std::fs::read_to_string(file) else { return };
-        let Some((program, step)) = asked.trim().split_once(' ') else { return };
+        let mut words = asked.split_whitespace();
+        let (Some(program), Some(step)) = (words.next(), words.next()) else { return };
         let own = std::env::current_exe().unwrap_or_default();
         // Whoever takes the file away dies, and only that one.
         if step == point.name() && own.ends_with(program) && std::fs::remove_file(file).is_ok() {
+            if words.next() == Some("panic") {
+                panic!("asked to at {step}");
+            }
             eprintln!("dies at {step}");
             if let Ok(pidfd) = crate::PidFd::open(std::process::id()) {
                 pidfd.kill();

@@ -7,6 +7,7 @@
 //! between the processes, the lease protocol of the `ring` crate does.
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
+mod clock;
 mod control;
 mod crash;
 mod doorbell;
@@ -21,6 +22,7 @@ mod region;
 mod segment;
 mod uring;
 
+pub use clock::monotonic_ns;
 pub use control::{ControlListener, ControlName, connect_control};
 pub use crash::{CrashPoint, crash_point};
 pub use doorbell::Doorbell;
@@ -29,7 +31,7 @@ pub use files::{DirectFile, FileLock, evict_page_cache, sync_directory, write_at
 pub use lmdb::open_environment;
 pub use pidfd::PidFd;
 pub use pread::PreadPool;
-pub use process::{die_with_parent, terminate_and_wait};
+pub use process::{die_with_parent, terminate, terminate_and_wait};
 pub use reader::{EngineKind, ReadDone, ReadEngine, ReadRequest, open_engine};
 pub use region::{Region, SlotMut, SlotRef, Words};
 pub use segment::{Segment, shared_memory_bytes};

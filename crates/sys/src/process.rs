@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use crate::pidfd::PidFd;
 
-/// Makes the child receive SIGTERM when the thread that starts it ends.
+/// Makes the child receive SIGHUP when the thread that starts it ends: nobody is left who would
+/// wait for it, or start it again.
 ///
 /// The signal follows the *thread*, so the caller starts the child from one that lives as long
 /// as the process should.
@@ -15,7 +16,7 @@ pub fn die_with_parent(command: &mut Command) -> &mut Command {
     // SAFETY: between fork and exec only async-signal-safe calls are made: prctl and getppid.
     unsafe {
         command.pre_exec(move || {
-            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGTERM) != 0 {
+            if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGHUP) != 0 {
                 return Err(std::io::Error::last_os_error());
             }
             // The parent may have died before prctl.
@@ -24,6 +25,13 @@ pub fn die_with_parent(command: &mut Command) -> &mut Command {
             }
             Ok(())
         })
+    }
+}
+
+/// Sends SIGTERM to a process that may have ended already.
+pub fn terminate(pid: u32) {
+    if let Ok(pidfd) = PidFd::open(pid) {
+        pidfd.terminate();
     }
 }
 

@@ -8,6 +8,9 @@ use std::sync::OnceLock;
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use tracing_subscriber::EnvFilter;
 
+pub mod service;
+pub mod trace;
+
 /// Metric names, in one place.
 pub mod names {
     /// Chunk lookups that found the chunk in the arena.
@@ -36,6 +39,8 @@ pub mod names {
     pub const COMPLETION_TOKENS: &str = "matkv_completion_tokens_total";
     /// Descriptors of an epoch that has ended.
     pub const STALE_COMPLETIONS: &str = "matkv_stale_completions_total";
+    /// Times a process was seen to make no step.
+    pub const STALLS: &str = "matkv_peer_stalls_total";
     /// Sessions with a decoder.
     pub const EPOCHS: &str = "matkv_epochs_total";
 }

@@ -9,9 +9,11 @@ mod hash;
 mod ids;
 mod layout;
 mod mode;
+mod span;
 
 pub use encoding::{Codec, Encoding, KvDtype, LayoutId};
 pub use hash::LengthPrefixedHasher;
 pub use ids::{ChunkId, ContentId, Digest, Fingerprint, ParseDigestError};
 pub use layout::{KvLayout, KvShape, PAGE_BYTES, TILE_ROWS, align_up};
 pub use mode::{FinishReason, Mode, ParseModeError, Sampling};
+pub use span::Span;

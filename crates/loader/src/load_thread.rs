@@ -1,0 +1,126 @@
+//! The `load` thread: the load machine between its channels and the device.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use crossbeam::channel::{Receiver, Sender, TrySendError, select_biased};
+use matkv_actors::{Pulse, StopFlag};
+use matkv_sys::{ReadDone, ReadEngine, ReadRequest, SlotMut};
+use matkv_types::ChunkId;
+
+use crate::arena::ChunkSlot;
+use crate::compile::{CompileJob, Compiled};
+use crate::core::Core;
+use crate::flash::{Unusable, open_chunk};
+use crate::load::Load;
+use crate::request::Resident;
+use crate::world::{LoadMessage, World};
+
+/// How soon a request whose client has gone stops waiting for memory.
+const SWEEP: Duration = Duration::from_millis(100);
+/// With nothing waiting there is nothing to sweep.
+const NOTHING_TO_SWEEP: Duration = Duration::from_secs(3600);
+
+/// The device, the compute thread and the store.
+pub(crate) struct Process {
+    pub core: Arc<Core>,
+    pub engine: Arc<dyn ReadEngine>,
+    pub prefill: Sender<Box<Resident>>,
+    pub compile: Sender<CompileJob>,
+    pub background: Sender<CompileJob>,
+}
+
+impl World for Process {
+    fn read(
+        &mut self,
+        tag: u64,
+        id: &ChunkId,
+        len: usize,
+        target: SlotMut,
+    ) -> Result<(), (SlotMut, Unusable)> {
+        match open_chunk(&self.core.files_of(id).path(id), len) {
+            Ok(file) => {
+                let file = Arc::new(file);
+                self.engine.submit(ReadRequest { tag, file, len, target });
+                Ok(())
+            }
+            Err(reason) => Err((target, reason)),
+        }
+    }
+
+    fn compile(&mut self, job: CompileJob) {
+        // The channel has a place for every load that can be under way.
+        let _ = self.compile.send(job);
+    }
+
+    fn compile_in_background(&mut self, job: CompileJob) -> Result<(), CompileJob> {
+        self.background.try_send(job).map_err(TrySendError::into_inner)
+    }
+
+    fn background_has_room(&self) -> bool {
+        !self.background.is_full()
+    }
+
+    fn prefill(&mut self, resident: Resident) -> bool {
+        self.prefill.send(Box::new(resident)).is_ok()
+    }
+
+    fn prefill_has_room(&self) -> bool {
+        !self.prefill.is_full()
+    }
+
+    fn quarantine(&mut self, id: &ChunkId) {
+        self.core.quarantine(id);
+    }
+
+    fn store_again(&mut self, chunk: &ChunkSlot) {
+        let (core, id) = (&self.core, chunk.id());
+        let known = core.store.read().and_then(|r| r.chunk(&id));
+        if !known.is_ok_and(|c| c.is_some()) && id != core.self_test.id {
+            // Its document has been deleted meanwhile.
+            return;
+        }
+        if let Err(e) = core.files_of(&id).write(&id, chunk.file()) {
+            tracing::warn!("chunk {id}: recomputed, but not stored: {e}");
+        }
+    }
+}
+
+/// What the thread hears.
+pub(crate) struct LoadChannels {
+    pub messages: Receiver<LoadMessage>,
+    pub reads: Receiver<ReadDone>,
+    pub compiled: Receiver<Compiled>,
+}
+
+/// Runs until the flag is raised.
+pub(crate) fn run(
+    load: &mut Load<Process>,
+    channels: &LoadChannels,
+    resident: &AtomicU64,
+    stop: &StopFlag,
+    stopped: &Receiver<()>,
+    pulse: &Pulse,
+) {
+    let freed = load.world().core.arena.signals().clone();
+    while !stop.is_raised() {
+        let sweep = if load.has_waiting() { SWEEP } else { NOTHING_TO_SWEEP };
+        pulse.rest();
+        select_biased! {
+            recv(stopped) -> _ => {}
+            recv(channels.reads) -> r => r.into_iter().for_each(|r| load.read_done(r)),
+            recv(channels.compiled) -> c => c.into_iter().for_each(|c| load.compiled(c)),
+            recv(freed) -> _ => {}
+            recv(channels.messages) -> message => match message {
+                Ok(message) => load.message(message),
+                Err(_) => return,
+            },
+            default(sweep) => {}
+        }
+        pulse.step();
+        load.pump();
+        resident.store(load.resident() as u64, Ordering::Relaxed);
+    }
+    load.stop();
+}

@@ -1,0 +1,145 @@
+//! What surrounds the load machine: a device with faults, and computations that take their time.
+
+use std::collections::BTreeMap;
+use std::io::{Error, ErrorKind};
+
+use matkv_loader_core::machine::{ChunkSlot, CompileJob, Resident, Unusable, World};
+use matkv_sys::{ReadDone, SlotMut};
+use matkv_types::ChunkId;
+
+use crate::random::Random;
+
+/// How often things go wrong, in a thousand.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Faults {
+    /// A read brings wrong bytes, too few, or an error.
+    pub read: u64,
+    /// A read takes a hundred times as long.
+    pub late: u64,
+    /// A write finds the device full.
+    pub full: u64,
+    /// A computation fails.
+    pub compute: u64,
+    /// The decoder dies at a token boundary.
+    pub decoder: u64,
+    /// The loader dies at an event.
+    pub loader: u64,
+    /// A client goes away.
+    pub cancel: u64,
+}
+
+/// What the load machine has asked for, with the time it takes.
+pub(crate) enum Effect {
+    Read(ReadDone),
+    Compile { job: CompileJob, background: bool },
+    Prefill(Box<Resident>),
+}
+
+/// The device and the queue of what is under way.
+pub(crate) struct SimWorld {
+    pub disk: BTreeMap<ChunkId, Vec<u8>>,
+    pub effects: Vec<(u64, Effect)>,
+    pub faults: Faults,
+    pub random: Random,
+    pub prefills: usize,
+    pub background: usize,
+    pub quarantined: u64,
+}
+
+/// As in the loader: one computing and two waiting, one chunk of an ingest and the next.
+const PREFILLS_MAX: usize = 3;
+const BACKGROUND_MAX: usize = 2;
+
+impl SimWorld {
+    pub fn new(disk: BTreeMap<ChunkId, Vec<u8>>, faults: Faults, random: Random) -> Self {
+        let (prefills, background, quarantined) = (0, 0, 0);
+        Self { disk, effects: Vec::new(), faults, random, prefills, background, quarantined }
+    }
+
+    /// Writes a chunk's file, unless the device is full.
+    pub fn write(&mut self, id: ChunkId, file: &[u8]) -> bool {
+        if self.random.chance(self.faults.full) {
+            return false;
+        }
+        self.disk.insert(id, file.to_owned());
+        true
+    }
+
+    /// What a read brings: the file, or what a bad device makes of it.
+    fn transfer(&mut self, id: &ChunkId, target: &mut [u8]) -> std::io::Result<()> {
+        let Some(file) = self.disk.get(id) else { return Err(ErrorKind::NotFound.into()) };
+        target[..file.len()].copy_from_slice(file);
+        if !self.random.chance(self.faults.read) {
+            return Ok(());
+        }
+        let len = file.len() as u64;
+        match self.random.below(4) {
+            // A torn write: the end is what it was before.
+            0 => target[self.random.below(len) as usize..].fill(0xee),
+            1 => target[self.random.below(len) as usize] ^= 1 << self.random.below(8),
+            2 => return Err(ErrorKind::UnexpectedEof.into()),
+            _ => return Err(Error::from_raw_os_error(5)),
+        }
+        Ok(())
+    }
+}
+
+impl World for SimWorld {
+    fn read(
+        &mut self,
+        tag: u64,
+        id: &ChunkId,
+        len: usize,
+        mut target: SlotMut,
+    ) -> Result<(), (SlotMut, Unusable)> {
+        match self.disk.get(id) {
+            None => return Err((target, Unusable::Missing)),
+            Some(file) if file.len() != len => {
+                return Err((target, Unusable::Damaged("another length".into())));
+            }
+            Some(_) => {}
+        }
+        let result = self.transfer(id, &mut target);
+        let mut time = self.random.between(1, 5);
+        if self.random.chance(self.faults.late) {
+            time *= 100;
+        }
+        self.effects.push((time, Effect::Read(ReadDone { tag, target, result })));
+        Ok(())
+    }
+
+    fn compile(&mut self, job: CompileJob) {
+        let time = self.random.between(5, 30);
+        self.effects.push((time, Effect::Compile { job, background: false }));
+    }
+
+    fn compile_in_background(&mut self, job: CompileJob) -> Result<(), CompileJob> {
+        self.background += 1;
+        let time = self.random.between(5, 60);
+        self.effects.push((time, Effect::Compile { job, background: true }));
+        Ok(())
+    }
+
+    fn background_has_room(&self) -> bool {
+        self.background < BACKGROUND_MAX
+    }
+
+    fn prefill(&mut self, resident: Resident) -> bool {
+        self.prefills += 1;
+        let time = self.random.between(2, 20);
+        self.effects.push((time, Effect::Prefill(Box::new(resident))));
+        true
+    }
+
+    fn prefill_has_room(&self) -> bool {
+        self.prefills < PREFILLS_MAX
+    }
+
+    fn quarantine(&mut self, id: &ChunkId) {
+        self.quarantined += u64::from(self.disk.remove(id).is_some());
+    }
+
+    fn store_again(&mut self, chunk: &ChunkSlot) {
+        self.write(chunk.id(), chunk.file());
+    }
+}
