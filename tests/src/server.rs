@@ -73,10 +73,21 @@ impl Home {
     /// # Panics
     /// If that cannot be written.
     pub fn crash_at(&self, program: &str, step: CrashPoint) {
+        self.ask_for(&format!("{program} {}", step.name()));
+    }
+
+    /// Makes a program of this system panic at its next pass of a step.
+    ///
+    /// # Panics
+    /// If that cannot be written.
+    pub fn panic_at(&self, program: &str, step: CrashPoint) {
+        self.ask_for(&format!("{program} {} panic", step.name()));
+    }
+
+    fn ask_for(&self, what: &str) {
         let file = self.crash_file();
         let temp = file.with_extension("new");
-        let asked = format!("{program} {}", step.name());
-        std::fs::write(&temp, asked).and_then(|()| std::fs::rename(&temp, &file)).expect("armed");
+        std::fs::write(&temp, what).and_then(|()| std::fs::rename(&temp, &file)).expect("armed");
     }
 
     /// Whether the step has been passed, and the process has died.
@@ -129,6 +140,8 @@ pub struct Server {
     client: Client,
     known: Vec<u32>,
     segment: PathBuf,
+    /// The test makes threads panic.
+    panics: bool,
 }
 
 impl Server {
@@ -155,7 +168,7 @@ impl Server {
         .await;
         let (known, segment) = (Vec::new(), PathBuf::new());
         let home = Some(home);
-        let mut server = Self { home, settings, up, client, known, segment };
+        let mut server = Self { home, settings, up, client, known, segment, panics: false };
         server.note_processes().await;
         server
     }
@@ -166,6 +179,11 @@ impl Server {
         let found = process::segments(status.loader_pid);
         let [segment] = found.as_slice() else { panic!("one segment, found {found:?}") };
         self.segment.clone_from(segment);
+    }
+
+    /// Panics are part of the test.
+    pub fn expect_panics(&mut self) {
+        self.panics = true;
     }
 
     /// The directories.
@@ -304,7 +322,7 @@ impl Server {
         self.all_gone().await;
         assert!(!self.home().socket().exists(), "the socket is left");
         assert!(!self.segment.exists(), "{} is left", self.segment.display());
-        assert!(!self.log().contains("panicked"), "{}", self.log());
+        assert!(self.panics || !self.log().contains("panicked"), "{}", self.log());
         self.home.take().expect("taken only here")
     }
 

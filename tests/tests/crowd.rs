@@ -1,14 +1,15 @@
-//! Many requests at once: the answers of one alone, nothing forgotten, nothing held.
+//! Many requests at once: the answers of one alone, nothing forgotten, nothing held. Whatever the
+//! batch, the number of threads, what has been evicted, and who has been restarted in between.
 
 use matkv_api::v1::GenerateRequest;
 use matkv_api::v1::generate_event::Event;
 use matkv_tests::{Reply, Server, ask, metric, open, question, same_logits, text};
 use tonic::Code;
 
-/// Room for a dozen chunks, or for one full prefill and half of them: eight requests do not fit
+/// Room for a dozen chunks, or for one full prefill and half of them: the requests do not fit
 /// together.
 const ARENA: &str = "arena.size=24MiB";
-const REQUESTS: usize = 8;
+const REQUESTS: usize = 16;
 
 /// Three chunks each, of six documents, in every mode.
 fn requests() -> Vec<GenerateRequest> {
@@ -57,8 +58,8 @@ fn assert_same(what: &str, expected: &[Reply], found: &[Reply]) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crowd_is_answered_like_one_alone() {
-    let settings = [ARENA, "chunker.chunk_size=64", "pipeline.queue=8"];
-    let Some(server) = Server::start(&settings).await else { return };
+    let settings = [ARENA, "chunker.chunk_size=64", "pipeline.queue=16"];
+    let Some(mut server) = Server::start(&settings).await else { return };
     let texts: Vec<(String, String)> = (0..6).map(|i| (format!("log-{i}"), text(i, 130))).collect();
     let documents: Vec<(&str, &str)> =
         texts.iter().map(|(id, text)| (id.as_str(), text.as_str())).collect();
@@ -68,12 +69,14 @@ async fn a_crowd_is_answered_like_one_alone() {
     assert!(expected.iter().all(|r| r.chunks.len() >= 3), "three chunks each");
 
     let before = server.at_rest().await;
-    for round in 1..=2 {
+    for (round, size) in [2, 4, 8, 16].into_iter().enumerate() {
         let mut requests = requests.clone();
-        // In the second round some want what others use from flash again.
-        requests.iter_mut().step_by(3).for_each(|r| r.cold = round == 2);
-        let replies = together(&server, &requests).await;
-        assert_same(&format!("round {round}"), &expected, &replies);
+        // In every other round some want what others use from flash again.
+        requests.iter_mut().step_by(3).for_each(|r| r.cold = round % 2 == 1);
+        for (asked, expected) in requests.chunks(size).zip(expected.chunks(size)) {
+            let replies = together(&server, asked).await;
+            assert_same(&format!("{size} at once"), expected, &replies);
+        }
     }
     let after = server.at_rest().await;
     let grown = |name| metric(&after.metrics, name) - metric(&before.metrics, name);
@@ -85,6 +88,19 @@ async fn a_crowd_is_answered_like_one_alone() {
     queue_is_bounded(&server, &expected[0]).await;
     while_ingesting(&server, &expected[0]).await;
     deleted_while_decoding(&server).await;
+    for loader in [false, true] {
+        let healthy = server.at_rest().await;
+        let victim = if loader { healthy.loader_pid } else { healthy.decoder_pid };
+        matkv_tests::signal("KILL", &[victim]);
+        server.restarted(&healthy).await;
+        assert_same("after a restart", &expected, &together(&server, &requests).await);
+    }
+    let home = server.stop().await;
+
+    // One thread each, and all sixteen decoded together.
+    let other = ["threads.loader=1", "threads.decoder=1", "pipeline.batch_size=16"];
+    let server = Server::start_in(home, &[&settings[..], &other].concat()).await;
+    assert_same("one thread, 16 at once", &expected, &together(&server, &requests).await);
     let home = server.stop().await;
 
     // One after another, and read by threads: slower, and the same answers.
@@ -129,7 +145,7 @@ async fn queue_is_bounded(server: &Server, expected: &Reply) {
     let refused = server.try_ask(endless(99)).await.expect_err("the queue is full");
     assert_eq!(refused.code(), Code::ResourceExhausted, "{refused:?}");
     assert!(refused.message().contains("pipeline.queue"), "{refused:?}");
-    assert!(refused.message().contains('8'), "{refused:?}");
+    assert!(refused.message().contains("16"), "{refused:?}");
     drop(streams);
     server.at_rest().await;
     let reply = server.ask(requests()[0].clone()).await;

@@ -1,5 +1,6 @@
 //! The decode loop: sequences join and leave at token boundaries.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -46,9 +47,10 @@ pub struct Batch<'a, E> {
     submissions: Consumer,
     completions: Producer,
     running: Vec<Sequence>,
-    /// The next to join, which the limits keep out for now. Order of arrival is kept, so that a
-    /// long sequence is not overtaken for ever.
-    waiting: Option<Sequence>,
+    /// Those the limits keep out for now, in order of arrival, so that a long one is not overtaken
+    /// for ever. Nobody waits in the ring: a cancelled sequence gives its slots back at the next
+    /// boundary, whether it has been decoded or not.
+    waiting: VecDeque<Sequence>,
     limits: Limits,
 }
 
@@ -73,7 +75,7 @@ impl<'a, E: Engine> Batch<'a, E> {
             submissions,
             completions,
             running: Vec::new(),
-            waiting: None,
+            waiting: VecDeque::new(),
             limits,
         })
     }
@@ -84,8 +86,9 @@ impl<'a, E: Engine> Batch<'a, E> {
     /// # Errors
     /// What ends the session: the loader broke the contract.
     pub fn turn(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Turn, DecoderError> {
+        self.take_over_all()?;
         self.drop_cancelled()?;
-        self.admit()?;
+        self.admit();
         if self.running.is_empty() {
             return Ok(Turn::Idle);
         }
@@ -114,26 +117,20 @@ impl<'a, E: Engine> Batch<'a, E> {
         &self.submissions
     }
 
-    fn admit(&mut self) -> Result<(), DecoderError> {
-        while self.running.len() < self.limits.sequences {
-            let Some(next) = (match self.waiting.take() {
-                Some(waiting) => Some(waiting),
-                None => self.next()?,
-            }) else {
-                return Ok(());
-            };
+    fn admit(&mut self) {
+        while self.running.len() < self.limits.sequences
+            && let Some(next) = self.waiting.front()
+        {
             let rows: usize = self.running.iter().map(Sequence::rows).sum();
             if !self.running.is_empty() && rows + next.rows() > self.limits.rows {
-                self.waiting = Some(next);
-                return Ok(());
+                return;
             }
-            self.running.push(next);
+            self.running.extend(self.waiting.pop_front());
         }
-        Ok(())
     }
 
-    /// The next submitted sequence. One that cannot be taken over fails alone.
-    fn next(&mut self) -> Result<Option<Sequence>, DecoderError> {
+    /// Takes over what has been submitted. A sequence with which that cannot be done fails alone.
+    fn take_over_all(&mut self) -> Result<(), DecoderError> {
         while let Some(words) = self.submissions.take()? {
             let submission = match AllegedDescriptor(words).submission(self.epoch, &self.arena) {
                 Ok(submission) => submission,
@@ -145,8 +142,8 @@ impl<'a, E: Engine> Batch<'a, E> {
             };
             match self.take_over(&submission) {
                 Ok(sequence) => {
+                    self.waiting.push_back(sequence);
                     crash_point(CrashPoint::ClaimBorrowed);
-                    return Ok(Some(sequence));
                 }
                 Err(e) => {
                     tracing::error!("sequence {}: {e}", submission.sequence);
@@ -154,7 +151,7 @@ impl<'a, E: Engine> Batch<'a, E> {
                 }
             }
         }
-        Ok(None)
+        Ok(())
     }
 
     fn take_over(&self, submission: &Submission) -> Result<Sequence, DecoderError> {
@@ -162,13 +159,16 @@ impl<'a, E: Engine> Batch<'a, E> {
     }
 
     fn drop_cancelled(&mut self) -> Result<(), DecoderError> {
-        let mut posts = Vec::new();
-        if self.waiting.as_ref().is_some_and(|s| s.control.cancelled()) {
-            posts.extend(self.waiting.take().map(|s| finished(s.id, FinishReason::Cancelled)));
-        }
-        let gone = self.running.extract_if(.., |s| s.control.cancelled());
-        posts.extend(gone.map(|s| finished(s.id, FinishReason::Cancelled)));
-        self.post(&posts)
+        let mut gone = Vec::new();
+        let mut is_gone = |s: &Sequence| {
+            let cancelled = s.control.cancelled();
+            gone.extend(cancelled.then(|| finished(s.id, FinishReason::Cancelled)));
+            cancelled
+        };
+        // Their slots are let go first.
+        self.waiting.retain(|s| !is_gone(s));
+        self.running.retain(|s| !is_gone(s));
+        self.post(&gone)
     }
 
     /// One token for every running sequence.
@@ -219,7 +219,6 @@ impl<'a, E: Engine> Batch<'a, E> {
         let engine = self.engine;
         match together(engine, &mut self.running, go_on) {
             Ok(logits) => Some(logits?.into_iter().map(Some).collect()),
-            Err(_) if self.running.len() == 1 => Some(vec![None]),
             Err(_) => {
                 let mut out = Vec::new();
                 for sequence in self.running.chunks_mut(1) {
