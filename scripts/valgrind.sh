@@ -1,15 +1,9 @@
 #!/usr/bin/env bash
 # The heap-backed ring, record, allocator and region under valgrind: no access outside what was
-# allocated, nothing read before it was written, nothing lost. Installs valgrind where it may.
+# allocated, nothing read before it was written, nothing lost.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-if ! command -v valgrind >/dev/null; then
-	echo "installing valgrind"
-	${SUDO-} apt-get install -y -qq valgrind >/dev/null || {
-		echo "valgrind is missing: apt-get install valgrind (set SUDO=sudo if that needs it)" >&2
-		exit 1
-	}
-fi
+scripts/tools.sh
 # The paths of the unit-test programs, as cargo says them; the whole workspace, because a part of
 # it would resolve other features and be built anew.
 programs=$(cargo test --no-run --workspace --lib --message-format=json 2>/dev/null | python3 -c '

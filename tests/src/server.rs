@@ -101,7 +101,7 @@ impl Home {
     }
 
     /// `--set` values for these directories.
-    fn settings(&self, more: &[&str]) -> Vec<String> {
+    pub(crate) fn settings(&self, more: &[&str]) -> Vec<String> {
         let mut all = vec![
             format!("paths.store_dir={}", self.store().display()),
             format!("paths.runtime_dir={}", self.runtime().display()),

@@ -50,6 +50,8 @@ pub enum Command {
     },
     /// Show the state of the running system
     Status,
+    /// Record a timeline of both processes
+    Trace(crate::trace::TraceOptions),
     /// Fetch or list models
     Model {
         #[command(subcommand)]

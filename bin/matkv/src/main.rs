@@ -16,6 +16,7 @@ mod out;
 mod pair;
 mod render;
 mod sources;
+mod trace;
 mod up;
 
 use std::process::ExitCode;
@@ -47,6 +48,7 @@ fn run(args: Args) -> anyhow::Result<ExitCode> {
         Command::Ask(options) => runtime.block_on(ask::run(config, &options, args.format)),
         Command::Docs { command } => runtime.block_on(documents::run(config, command, args.format)),
         Command::Status => runtime.block_on(documents::status(config, args.format)),
+        Command::Trace(options) => runtime.block_on(trace::run(config, options)),
         Command::Demo(options) => runtime.block_on(demo::run(&resolved, &options)),
         Command::Bench { command } => {
             runtime.block_on(bench::run(&resolved, &command, args.format))

@@ -10,7 +10,7 @@ use matkv_api::v1::mat_kv_server::MatKv;
 use matkv_api::v1::*;
 use matkv_ring::Header;
 use matkv_telemetry::trace;
-use tokio::sync::{Mutex, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Mutex, Notify, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
@@ -45,8 +45,7 @@ pub(crate) struct Gateway {
     pub load: Sender<LoadMessage>,
     pub queue: Arc<Semaphore>,
     pub header: Arc<Header>,
-    /// One trace at a time.
-    pub tracing: Arc<Mutex<()>>,
+    pub tracing: Tracing,
     /// With overlap off: one request at a time, from admission to its end.
     pub serial: Option<Arc<Mutex<()>>>,
 }
@@ -182,18 +181,25 @@ impl MatKv for Gateway {
         request: Request<TraceRequest>,
     ) -> Result<Response<TraceResponse>, Status> {
         let seconds = request.into_inner().seconds;
+        if seconds == 0.0 {
+            self.tracing.ended.notify_waiters();
+            return Ok(Response::new(TraceResponse::default()));
+        }
         if !(seconds > 0.0 && seconds <= TRACE_SECONDS_MAX) {
             return Err(Status::invalid_argument(format!(
                 "seconds is {seconds}, not in 0…{TRACE_SECONDS_MAX}"
             )));
         }
-        let Ok(_one) = self.tracing.try_lock() else {
+        let Ok(_one) = self.tracing.one.try_lock() else {
             return Err(RequestError::Exhausted("another trace is being recorded".into()).into());
         };
         let sessions = &self.observer.sessions;
         drop((trace::take(), sessions.take_spans()));
         let recording = Recording::start(&self.header);
-        tokio::time::sleep(Duration::from_secs_f64(seconds)).await;
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_secs_f64(seconds)) => {}
+            () = self.tracing.ended.notified() => {}
+        }
         drop(recording);
         // The decoder sees the end, and sends the rest, within a look of its watch.
         tokio::time::sleep(TRACE_TAIL).await;
@@ -212,6 +218,13 @@ impl MatKv for Gateway {
         let status = tokio::task::spawn_blocking(move || observer.status());
         Ok(Response::new(status.await.map_err(internal)?.map_err(internal)?))
     }
+}
+
+/// One trace at a time, and how it is ended early.
+#[derive(Default)]
+pub(crate) struct Tracing {
+    one: Mutex<()>,
+    ended: Notify,
 }
 
 /// Both processes record while this lives; a client that goes away ends it.

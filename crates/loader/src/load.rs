@@ -34,6 +34,8 @@ struct Pending {
     started: Instant,
     leases: Vec<Option<Lease>>,
     own: Option<OwnSlot>,
+    /// Until everything is there.
+    span: Option<trace::Timer>,
 }
 
 impl Pending {
@@ -72,7 +74,6 @@ struct Loading {
     tokens: Arc<[u32]>,
     /// None once the chunk is being computed instead.
     extent: Option<Extent>,
-    _span: trace::Timer,
 }
 
 /// The machine's state.
@@ -196,7 +197,8 @@ impl<W: World> Load<W> {
         }
         crash_point(CrashPoint::LoadPlanned);
         let leases = planned.chunks.iter().map(|_| None).collect();
-        let pending = Pending { planned, started: Instant::now(), leases, own: None };
+        let span = Some(trace::span("load", "load", planned.state.number));
+        let pending = Pending { planned, started: Instant::now(), leases, own: None, span };
         self.waiting.push_back(Waiting::Request(Box::new(pending)));
     }
 
@@ -283,6 +285,9 @@ impl<W: World> Load<W> {
             stuck = *blocked && idle && others == 0 && !ahead.iter().any(holds);
         }
         let complete = request.own.is_some() && request.leases.iter().all(Option::is_some);
+        if complete {
+            request.span = None;
+        }
         if complete && self.world.prefill_has_room() {
             self.hand_on(*request);
             None
@@ -366,9 +371,7 @@ impl<W: World> Load<W> {
                 metrics::counter!(names::ARENA_HITS).increment(1);
                 request.planned.chunks[i].source = ChunkSource::Arena;
                 request.leases[i] = Some(Lease::new(chunk, &self.arena));
-            } else if !self.loading.contains_key(&id)
-                && !self.start_load(id, tokens, request.planned.state.number)
-            {
+            } else if !self.loading.contains_key(&id) && !self.start_load(id, tokens) {
                 return false;
             }
         }
@@ -380,7 +383,7 @@ impl<W: World> Load<W> {
     }
 
     /// Starts reading a chunk file; false if there is no slot or too much is under way.
-    fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>, request: u64) -> bool {
+    fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>) -> bool {
         if self.loading.len() >= LOADS_MAX {
             return false;
         }
@@ -388,15 +391,14 @@ impl<W: World> Load<W> {
         let Some(extent) = self.cache.allocate(&self.arena, len) else { return false };
         let target = exclusive(&extent);
         self.next_read += 1;
-        let _span = trace::span("load", "read", request);
         match self.world.read(self.next_read, &id, len, target) {
             Ok(()) => {
                 self.reads.insert(self.next_read, id);
-                self.loading.insert(id, Loading { tokens, extent: Some(extent), _span });
+                self.loading.insert(id, Loading { tokens, extent: Some(extent) });
                 crash_point(CrashPoint::LoadSubmitted);
             }
             Err((slot, reason)) => {
-                self.loading.insert(id, Loading { tokens, extent: None, _span });
+                self.loading.insert(id, Loading { tokens, extent: None });
                 self.compute_instead(id, FillingSlot { slot, extent }, reason);
             }
         }
@@ -515,7 +517,7 @@ impl<W: World> Load<W> {
     }
 
     fn hand_on(&mut self, request: Pending) {
-        let Pending { planned, started, leases, own } = request;
+        let Pending { planned, started, leases, own, .. } = request;
         let Some(own) = own else { return };
         let mut planned = planned;
         planned.count_computed_chunks();

@@ -13,7 +13,7 @@ use tokio::sync::{Mutex, Semaphore};
 use crate::compile::{CompileJob, Compiled};
 use crate::compute::{Compute, WORK_MAX};
 use crate::error::LoaderError;
-use crate::gateway::Gateway;
+use crate::gateway::{Gateway, Tracing};
 use crate::ingest::{self, IngestSession};
 use crate::load::Load;
 use crate::load_thread::{self, LoadChannels, Process};
@@ -111,7 +111,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         load: load.0.clone(),
         queue: Arc::new(Semaphore::new(config.queue)),
         header: Arc::clone(&opened.header),
-        tracing: Arc::default(),
+        tracing: Tracing::default(),
         serial: (!config.overlap).then(|| Arc::new(Mutex::new(()))),
     };
     let session = SessionThread {

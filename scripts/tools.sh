@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Programs the tests use besides the toolchain, from Debian's packages, where they are missing.
+set -euo pipefail
+missing=()
+command -v valgrind >/dev/null || missing+=(valgrind)
+command -v systemd-analyze >/dev/null && command -v systemd-socket-activate >/dev/null ||
+	missing+=(systemd)
+[ ${#missing[@]} -gt 0 ] || exit 0
+echo "installing ${missing[*]}"
+${SUDO-} apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null ||
+	{ ${SUDO-} apt-get update -qq && ${SUDO-} apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; } || {
+	echo "missing: apt-get install ${missing[*]} (set SUDO=sudo if that needs it)" >&2
+	exit 1
+}

@@ -1,0 +1,112 @@
+//! The pipeline: while the decoder decodes one request, the loader loads the next.
+
+use matkv_api::v1::generate_event::Event;
+use matkv_api::v1::{GenerateEvent, GenerateRequest, Span, TraceRequest};
+use matkv_tests::{DEADLINE, Server, open, question, text, until};
+use tonic::Streaming;
+
+const REQUESTS: usize = 8;
+
+/// From flash, with a long answer: at this temperature the end token does not come.
+fn request(n: usize) -> GenerateRequest {
+    GenerateRequest {
+        document_ids: vec![format!("log-{n}")],
+        cold: true,
+        temperature: Some(50.0),
+        seed: Some(n as u64),
+        max_new_tokens: Some(48),
+        ..question("Who crossed the narrow bridge?")
+    }
+}
+
+async fn documents(server: &Server) {
+    let texts: Vec<(String, String)> =
+        (0..REQUESTS).map(|n| (format!("log-{n}"), text(n as u64, 120))).collect();
+    let documents: Vec<(&str, &str)> =
+        texts.iter().map(|(id, text)| (id.as_str(), text.as_str())).collect();
+    assert_eq!(server.ingest(&documents).await.errors(), [""; 0]);
+}
+
+/// Waits for tokens of the decoder; the first one is the loader's.
+async fn decoding(stream: &mut Streaming<GenerateEvent>) {
+    let mut seen = 0;
+    while seen < 2 {
+        let event = stream.message().await.expect("no error").expect("no end").event;
+        seen += if let Some(Event::Text(text)) = event { text.token_ids.len() } else { 0 };
+    }
+}
+
+async fn end(mut stream: Streaming<GenerateEvent>) {
+    let events = async { while stream.message().await.expect("no error").is_some() {} };
+    tokio::time::timeout(DEADLINE, events).await.expect("an end in time");
+}
+
+/// Eight requests, each made while the one before is decoded, and what both processes did.
+async fn traced(server: &Server) -> Vec<Span> {
+    let mut client = server.client().clone();
+    let trace = tokio::spawn(async move {
+        client.trace(TraceRequest { seconds: 600.0 }).await.expect("a trace").into_inner().spans
+    });
+    until("the trace is being recorded", async || {
+        // A second one is refused.
+        let mut client = server.client().clone();
+        client.trace(TraceRequest { seconds: 1e-3 }).await.err()
+    })
+    .await;
+    let mut before: Option<Streaming<GenerateEvent>> = None;
+    for n in 0..REQUESTS {
+        let mut stream = open(server.client(), request(n)).await.expect("admitted");
+        // Without overlap a request waits at the door until the one before has ended.
+        if let Some(before) = before.take() {
+            tokio::spawn(end(before));
+        }
+        decoding(&mut stream).await;
+        before = Some(stream);
+    }
+    end(before.expect("the last one")).await;
+    let mut client = server.client().clone();
+    client.trace(TraceRequest { seconds: 0.0 }).await.expect("ended");
+    trace.await.expect("no panic")
+}
+
+/// When something was done for each request, in the order of the requests.
+fn times(spans: &[Span], name: &str) -> Vec<(u64, u64)> {
+    let mut requests: Vec<u64> = spans.iter().map(|s| s.request).filter(|r| *r > 0).collect();
+    requests.sort_unstable();
+    requests.dedup();
+    let of = |request: &u64| {
+        let mine = || spans.iter().filter(|s| s.request == *request && s.name == name);
+        let (start, end) = (mine().map(|s| s.start_ns).min(), mine().map(|s| s.end_ns).max());
+        (start.expect("it was done"), end.expect("it was done"))
+    };
+    requests.iter().map(of).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_load_lies_inside_the_decode_before_it() {
+    let Some(server) = Server::start(&[]).await else { return };
+    documents(&server).await;
+    let spans = traced(&server).await;
+    let pids: std::collections::BTreeSet<(&str, u32)> =
+        spans.iter().map(|s| (s.process.as_str(), s.pid)).collect();
+    let status = server.status().await;
+    let expected = [("decoder", status.decoder_pid), ("loader", status.loader_pid)];
+    assert_eq!(pids, expected.into_iter().collect(), "one clock, two processes");
+    let (loads, decodes) = (times(&spans, "load"), times(&spans, "decode"));
+    assert_eq!((loads.len(), decodes.len()), (REQUESTS, REQUESTS));
+    for (n, (load, decode)) in loads[1..].iter().zip(&decodes).enumerate() {
+        let inside = decode.0 <= load.0 && load.1 <= decode.1;
+        assert!(inside, "load of request {} at {load:?}, decode before it at {decode:?}", n + 1);
+    }
+    let home = server.stop().await;
+
+    let server = Server::start_in(home, &["pipeline.overlap=false"]).await;
+    let spans = traced(&server).await;
+    let (loads, decodes) = (times(&spans, "load"), times(&spans, "decode"));
+    assert_eq!((loads.len(), decodes.len()), (REQUESTS, REQUESTS));
+    for load in &loads {
+        let apart = |d: &(u64, u64)| load.1 <= d.0 || d.1 <= load.0;
+        assert!(decodes.iter().all(apart), "{load:?} lies in one of {decodes:?}");
+    }
+    server.stop().await;
+}
