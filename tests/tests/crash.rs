@@ -181,6 +181,38 @@ async fn killed_from_above(server: Server) {
     assert!(!server.segment().exists(), "{} is left", server.segment().display());
 }
 
+/// Writes a word of the shared segment, as no peer of ours would.
+fn poison(server: &Server, offset: u64, value: u64) {
+    use std::os::unix::fs::FileExt;
+    let file = std::fs::OpenOptions::new().write(true).open(server.segment()).expect("a segment");
+    file.write_all_at(&value.to_le_bytes(), offset).expect("written");
+}
+
+/// Byte offsets of the producers' indexes: the header is one page, the submission ring three.
+const SUBMISSION_TAIL: u64 = 4096;
+const COMPLETION_TAIL: u64 = 4 * 4096;
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_poisoned_ring_closes_its_session() {
+    let Some(mut server) = Server::start(&["arena.size=32MiB"]).await else { return };
+    server.ingest(&[("log", &text(1, 150))]).await;
+    let before = server.ask(request()).await;
+    // The loader reads nonsense where the decoder's index should be, and the other way round. Both
+    // look by themselves now and then, so it need not wait for a request.
+    for (offset, end) in [
+        (COMPLETION_TAIL, "the decoder broke the protocol"),
+        (SUBMISSION_TAIL, "peer index 1099511627776 is not within 128"),
+    ] {
+        let healthy = server.at_rest().await;
+        poison(&server, offset, 1 << 40);
+        until("the session is closed", async || server.log().contains(end).then_some(())).await;
+        let back = server.restarted(&healthy).await;
+        assert_eq!(back.loader_pid, healthy.loader_pid, "only the session has ended");
+        assert_same(&before, &server.ask(request()).await);
+    }
+    server.stop().await;
+}
+
 /// A child of a process, other than an earlier one.
 async fn next_child(parent: u32, earlier: u32) -> u32 {
     until("a new child is started", async || {

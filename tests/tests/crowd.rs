@@ -178,7 +178,8 @@ async fn deleted_while_decoding(server: &Server) {
     assert!(expected.chunk_ids().iter().all(|id| !files.contains_key(id)), "files are left");
 }
 
-/// An ingest takes part of a small arena, and no request is refused for it.
+/// An ingest takes part of a small arena, and no request is refused for it; and it gets on however
+/// many clients never pause.
 async fn while_ingesting(server: &Server, expected: &Reply) {
     let (client, more) = (server.client().clone(), text(77, 200));
     let ingest = tokio::spawn(async move {
@@ -186,14 +187,32 @@ async fn while_ingesting(server: &Server, expected: &Reply) {
         ingest.document("more", &more).await;
         ingest.finish().await
     });
-    let vanilla: Vec<_> = requests().into_iter().filter(|r| r.mode == "vanilla").collect();
-    let mut rounds = 0;
-    while !ingest.is_finished() {
-        together(server, &vanilla).await;
-        let reply = server.ask(requests()[0].clone()).await;
-        assert_same("while ingesting", std::slice::from_ref(expected), &[reply]);
-        rounds += 1;
-    }
-    assert!(rounds > 0);
+    let over = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+    let clients: Vec<_> = (0..REQUESTS)
+        .map(|i| {
+            let (client, over) = (server.client().clone(), std::sync::Arc::clone(&over));
+            // A few long prefills, and many questions.
+            let request = requests()[if i < 3 { 1 } else { 0 }].clone();
+            tokio::spawn(async move {
+                let mut replies = Vec::new();
+                while !over.load(std::sync::atomic::Ordering::SeqCst) {
+                    replies.push(ask(&client, request.clone()).await.expect("an answer"));
+                }
+                (i < 3, replies)
+            })
+        })
+        .collect();
     assert_eq!(ingest.await.expect("no panic").errors(), [""; 0]);
+    over.store(true, std::sync::atomic::Ordering::SeqCst);
+    for client in clients {
+        let (vanilla, replies) = client.await.expect("no panic");
+        assert!(!replies.is_empty());
+        for reply in replies.iter().filter(|_| !vanilla) {
+            assert_same(
+                "while ingesting",
+                std::slice::from_ref(expected),
+                std::slice::from_ref(reply),
+            );
+        }
+    }
 }

@@ -9,7 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use matkv_api::v1::{GenerateRequest, GetStatusResponse};
-use matkv_tests::{Reply, Server, ask, entries, is_alive, question, same_logits, signal, text};
+use matkv_tests::{
+    Reply, Server, ask, entries, is_alive, question, same_logits, signal, text, until,
+};
 use tonic::Code;
 
 /// Clients that ask without a pause.
@@ -115,6 +117,12 @@ async fn kills_under_load() {
         signal("KILL", &pids);
         let back = server.restarted(&healthy).await;
         let seconds = killed.elapsed().as_secs_f64();
+        // The next kill meets clients that are being answered.
+        let so_far = load.answered.load(Ordering::SeqCst);
+        until("clients are answered again", async || {
+            (load.answered.load(Ordering::SeqCst) >= so_far + CLIENTS as u64).then_some(())
+        })
+        .await;
         println!("kill {kill:>3}: {what:<7} back after {seconds:.2} s, epoch {}", back.epoch);
         away.push(seconds);
         names.insert(server.segment().to_owned());

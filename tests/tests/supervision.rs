@@ -193,6 +193,38 @@ async fn deadlines_hold_in_every_phase() {
     server.stop().await;
 }
 
+/// Prefills have slices in turn: a question does not wait for the whole of a long prompt.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_long_prompt_does_not_hold_up_a_short_one() {
+    let Some((server, before)) = ready(&["arena.size=256MiB"]).await else { return };
+    server.ingest(&[("long", &text(9, 2500))]).await;
+    let long = GenerateRequest {
+        document_ids: vec!["long".into()],
+        mode: "vanilla".into(),
+        max_new_tokens: Some(1),
+        ..question("What was it about?")
+    };
+    let (client, asked) = (server.client().clone(), long.clone());
+    let order = std::sync::Arc::new(std::sync::Mutex::new(Vec::new()));
+    let done = std::sync::Arc::clone(&order);
+    let first = tokio::spawn(async move {
+        let reply = matkv_tests::ask(&client, asked).await.expect("an answer");
+        done.lock().unwrap().push("long");
+        reply
+    });
+    until("the long one has been admitted", async || {
+        (server.status().await.requests_waiting == 1).then_some(())
+    })
+    .await;
+    assert_same(&before, &server.ask(request()).await);
+    order.lock().unwrap().push("short");
+    let reply = first.await.expect("no panic");
+    // Twelve slices at least, and the short one has one.
+    assert!(reply.usage.prompt_tokens > 3000, "{}", reply.usage.prompt_tokens);
+    assert_eq!(*order.lock().unwrap(), ["short", "long"]);
+    server.stop().await;
+}
+
 /// A client that opens a stream and never reads keeps no slot, and no other client waiting.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_client_that_does_not_read_holds_nothing() {

@@ -157,6 +157,37 @@ async fn either_process_restarts_alone() {
     assert_eq!(ended(loader).await, Some(0));
 }
 
+/// A decoder whose prompt has another prefix would read rows that mean something else.
+#[tokio::test(flavor = "multi_thread")]
+async fn another_model_is_refused_with_both_values() {
+    if Home::models().is_none() {
+        return;
+    }
+    let home = Home::new();
+    let loader = start(service(&home, "matkv-loader", &[]));
+    let other = ["prompt.system=You are someone else."];
+    let mut stranger = start(service(&home, "matkv-decoder", &other));
+    let refused = until("it is refused", async || stranger.ended()).await;
+    assert_eq!(refused.code, Some(1));
+    let socket = home.socket();
+    let reason = until("the loader says why", async || {
+        let mut client = matkv_api::connect(&socket).await.ok()?;
+        let status = client.get_status(matkv_api::v1::GetStatusRequest {}).await.ok()?;
+        Some(status.into_inner().reason).filter(|r| r.contains("refused"))
+    })
+    .await;
+    for text in [&reason, &refused.err] {
+        let digests = text.split(|c: char| !c.is_ascii_hexdigit()).filter(|w| w.len() >= 16);
+        let digests: std::collections::BTreeSet<&str> = digests.collect();
+        assert_eq!(digests.len(), 2, "both fingerprints in {text:?}");
+    }
+    // The right one is welcome all the same.
+    let decoder = start(service(&home, "matkv-decoder", &[]));
+    ready(&home).await;
+    signal("TERM", &[loader.pid(), decoder.pid()]);
+    assert_eq!((ended(loader).await, ended(decoder).await), (Some(0), Some(0)));
+}
+
 /// READY, STATUS, WATCHDOG and STOPPING, from both; and silence from a process that stands still.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_service_manager_is_told() {

@@ -89,6 +89,7 @@ impl<'a, E: Engine> Batch<'a, E> {
         self.take_over_all()?;
         self.drop_cancelled()?;
         self.admit();
+        debug_assert_eq!(self.check(), Ok(()));
         if self.running.is_empty() {
             return Ok(Turn::Idle);
         }

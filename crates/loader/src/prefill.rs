@@ -23,8 +23,9 @@ const ROWS_PER_SLICE: usize = 256;
 
 /// A request being prefilled, a slice at a time.
 pub struct Prefill {
-    resident: Resident,
+    /// Dropped before the slot it is a part of can be allocated again.
     kv: SlotMut,
+    resident: Resident,
     done: usize,
     started: Option<Instant>,
     logits: Vec<f32>,
@@ -47,7 +48,7 @@ fn internal(e: impl std::fmt::Display) -> RequestError {
 impl Prefill {
     pub fn new(resident: Resident) -> Result<Self, RequestError> {
         let kv = resident.own_rows().map_err(internal)?;
-        Ok(Self { resident, kv, done: 0, started: None, logits: Vec::new() })
+        Ok(Self { kv, resident, done: 0, started: None, logits: Vec::new() })
     }
 
     pub fn state(&self) -> &Arc<RequestState> {

@@ -67,24 +67,25 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     })?;
     let runtime_lock = FileLock::acquire(&config.runtime_dir.join("LOCK"))?;
     sweep(&config.runtime_dir);
-    let model = Arc::new(LanguageModel::open(&path, Some(&config.cache_dir))?);
-    let prefix_tokens = prefix_tokens(&model, config)?;
-    // Both processes open the model at the same time. Not before ours is: what is wrong with it
-    // need not be said twice.
+    // Both processes open the model at the same time. What is wrong with it is said first, once.
+    LanguageModel::check(&path)?;
     let child = options.spawn_decoder.map(DecoderChild::start);
+    let (model, embedder) = std::thread::scope(|scope| {
+        let directory = embedder_path.parent().unwrap_or(Path::new("."));
+        let embedder = scope.spawn(|| Embedder::open(directory));
+        (LanguageModel::open(&path, Some(&config.cache_dir)), embedder.join())
+    });
+    let model = Arc::new(model?);
+    let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
+    let prefix_tokens = prefix_tokens(&model, config)?;
     let fingerprint = model.fingerprint(&prefix_tokens);
     let store = Store::open(&config.store_dir, fingerprint)?;
     let index = Box::new(HannoyIndex::open(&store)?);
-    let embedder = Embedder::open(embedder_path.parent().unwrap_or(Path::new(".")))?;
     let geometry = Geometry::new(config.arena_bytes as usize);
     let segment = Segment::create(&segment_name(&config.runtime_dir), geometry.segment_bytes())?;
     let header = Header::initialize(segment.region(), geometry, fingerprint, 0)?;
     let arena = Arena::new(segment.region(), geometry.arena());
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(Config::threads(config.loader_threads))
-        .thread_name(|i| format!("compute-{i}"))
-        .build()
-        .map_err(|e| setup(&e))?;
+    let pool = compute_pool(config)?;
     let prefix = pool.install(|| compile_prefix(&model, &prefix_tokens, &arena))?;
     let chunker = Chunker::new(config.chunk_size, config.chunk_overlap).map_err(|e| setup(&e))?;
     tracing::info!(
@@ -123,6 +124,14 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         runtime_lock,
         child,
     })
+}
+
+fn compute_pool(config: &Config) -> Result<rayon::ThreadPool, LoaderError> {
+    rayon::ThreadPoolBuilder::new()
+        .num_threads(Config::threads(config.loader_threads))
+        .thread_name(|i| format!("compute-{i}"))
+        .build()
+        .map_err(|e| LoaderError::Setup(e.to_string()))
 }
 
 /// The prefix of every prompt, if it leaves room for a chunk.

@@ -93,6 +93,7 @@ pub(crate) async fn serve(
         load: gateway.load.clone(),
         watch: tree.watch(config.stall),
         reporter,
+        fed: None,
     };
     let life = tokio::spawn(life.watch(stop.clone()));
     let router = Server::builder().add_service(MatKvServer::new(gateway)).add_service(health);
@@ -222,6 +223,8 @@ struct Life {
     load: crossbeam::channel::Sender<LoadMessage>,
     watch: Watch,
     reporter: HealthReporter,
+    /// When the service manager has heard of us last.
+    fed: Option<Instant>,
 }
 
 impl Life {
@@ -248,11 +251,18 @@ impl Life {
             tracing::error!("thread {thread} makes no progress");
         }
         *known = stuck;
+        drop(known);
         if stuck.is_none() {
             self.header.beat(Side::Loader);
-            if service::watchdog().is_some() {
-                service::alive();
-            }
+            self.feed();
+        }
+    }
+
+    fn feed(&mut self) {
+        let Some(period) = service::watchdog() else { return };
+        if self.fed.is_none_or(|at| at.elapsed() >= period / 4) {
+            self.fed = Some(Instant::now());
+            service::alive();
         }
     }
 

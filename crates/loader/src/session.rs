@@ -188,6 +188,7 @@ impl Sessions {
                 Err(e) => return Err(e.into()),
             }
         }
+        debug_assert_eq!(self.check(), Ok(()));
         Ok(())
     }
 
@@ -222,5 +223,80 @@ impl Sessions {
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use matkv_ring::{Geometry, Header};
+    use matkv_sys::Region;
+    use matkv_types::Digest;
+    use matkv_types::Fingerprint;
+
+    use super::*;
+    use crate::arena::Arena;
+    use crate::request::OwnSlot;
+
+    /// A sequence as the decoder would see it, with room for four tokens.
+    fn running(arena: &Arc<Arena>) -> Running {
+        let extent = arena.allocate(8192).unwrap();
+        let start = extent.range().start;
+        let words = extent.region().words(start..start + 4096).unwrap();
+        let control = SequenceControl::new(words);
+        let state = RequestState::new();
+        control.fill(state.number, &[0], 5);
+        Running::new(state, control, OwnSlot::new(extent), Vec::new())
+    }
+
+    #[test]
+    fn what_an_earlier_epoch_says_is_ignored() {
+        let geometry = Geometry::new(1 << 20);
+        let region = Region::anonymous(geometry.segment_bytes());
+        let header =
+            Header::initialize(&region, geometry, Fingerprint(Digest([1; 32])), 2).unwrap();
+        let arena = Arena::new(&region, geometry.arena());
+        let sessions = Sessions::default();
+        let (producer, mut completions) = header.loader_ends().unwrap();
+        let (_, mut decoder) = header.decoder_ends().unwrap();
+        sessions.begin(2, 1, producer);
+        let sequence = running(&arena);
+        let (state, number) = (Arc::clone(&sequence.state), sequence.state.number);
+        sessions.publish(sequence, 8, 4096 + geometry.arena_start).unwrap();
+
+        let end = Completion::Finished { sequence: number, reason: FinishReason::Length };
+        let unknown = Completion::Finished { sequence: number + 1, reason: FinishReason::Stop };
+        decoder.publish(&[end.encode(1), unknown.encode(2)]).unwrap();
+        sessions.drain(2, &mut completions).unwrap();
+        assert!(state.look(|p| p.ended.is_none()), "epoch 1 is over");
+        assert_eq!((sessions.status().running, arena.held()), (1, 1));
+
+        decoder.publish(&[end.encode(2)]).unwrap();
+        sessions.drain(2, &mut completions).unwrap();
+        assert_eq!(state.look(|p| p.ended.clone()), Some(Ok(FinishReason::Length)));
+        assert_eq!((sessions.status().running, arena.held(), arena.usage().1), (0, 0, 0));
+        decoder.publish(&[[7; 8]]).unwrap();
+        assert!(sessions.drain(2, &mut completions).is_err(), "that is no descriptor");
+    }
+
+    #[test]
+    fn the_end_of_a_session_is_told_to_everyone_it_ran() {
+        let geometry = Geometry::new(1 << 20);
+        let region = Region::anonymous(geometry.segment_bytes());
+        let header =
+            Header::initialize(&region, geometry, Fingerprint(Digest([1; 32])), 1).unwrap();
+        let arena = Arena::new(&region, geometry.arena());
+        let sessions = Sessions::default();
+        let early = running(&arena);
+        let early_state = Arc::clone(&early.state);
+        assert!(sessions.publish(early, 8, 4096 + geometry.arena_start).is_err());
+        sessions.begin(1, 1, header.loader_ends().unwrap().0);
+        let sequence = running(&arena);
+        let state = Arc::clone(&sequence.state);
+        sessions.publish(sequence, 8, 4096 + geometry.arena_start).unwrap();
+        sessions.end("it died");
+        let told = Some(Err(RequestError::Unavailable("it died".into())));
+        assert_eq!(state.look(|p| p.ended.clone()), told);
+        assert!(early_state.look(|p| p.ended.is_none()), "its caller tells this one");
+        assert_eq!((arena.held(), arena.usage().1), (0, 0));
     }
 }

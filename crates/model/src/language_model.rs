@@ -40,6 +40,14 @@ pub struct LanguageModel {
 }
 
 impl LanguageModel {
+    /// Whether a file is a model that can be opened, as far as its header says: quick.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn check(path: &Path) -> Result<()> {
+        LlamaConfig::read(&mut Gguf::open(path)?).map(|_| ())
+    }
+
     /// Opens a GGUF file: refuses what cannot be served exactly, then loads and packs weights.
     ///
     /// # Errors

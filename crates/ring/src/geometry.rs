@@ -14,9 +14,10 @@ use crate::queue::{Consumer, Producer, reset, ring_words};
 pub const ABI_VERSION: u64 = 2;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"MatKVseg");
-/// Sequences that can be published and not yet finished. The submission ring holds one
-/// descriptor for each; the completion ring two (a coalesced "tokens" and the final "finished").
-const SEQUENCES_MAX: usize = 64;
+/// Sequences that can be published and not yet finished: the 64 of `pipeline.queue`, and a
+/// self-test. The submission ring holds one descriptor for each; the completion ring two (a
+/// coalesced "tokens" and the final "finished").
+const SEQUENCES_MAX: usize = 128;
 const COMPLETIONS_MAX: usize = 2 * SEQUENCES_MAX;
 
 /// Words of the header page.
@@ -128,11 +129,6 @@ impl Geometry {
     /// The arena.
     pub fn arena(&self) -> Range<usize> {
         self.arena_start..self.arena_start + self.arena_bytes
-    }
-
-    /// Sequences that may be published and unfinished at a time.
-    pub const fn sequences_max() -> usize {
-        SEQUENCES_MAX
     }
 
     /// Hash of everything about the segment that is fixed in code.
