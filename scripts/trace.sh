@@ -9,15 +9,15 @@ trap '[ -z "$up" ] || kill "$up" 2>/dev/null; wait; rm -rf "$work" target/tmp/tr
 mkdir -p target/tmp "$work/docs"
 for n in 1 2 3 4 5 6 7 8; do
 	# Eight documents of their own, so that every load comes from flash.
-	{ echo "Record $n."; cat examples/corpus/*; } | head -c 2600 >"$work/docs/$n.txt"
+	{ echo "Record $n."; head -c 2600 <(cat examples/corpus/*); } >"$work/docs/$n.txt"
 done
+settings=(--set "paths.runtime_dir=$work/run" --set paths.store_dir=target/tmp/trace-store
+	--set chunker.chunk_size=1024 --set log.level=warn)
 matkv() {
-	target/release/matkv --set "paths.runtime_dir=$work/run" \
-		--set paths.store_dir=target/tmp/trace-store --set chunker.chunk_size=1024 \
-		--set log.level=warn "$@"
+	target/release/matkv "${settings[@]}" "$@"
 }
 start() {
-	matkv "$@" up >"$work/up" &
+	target/release/matkv "${settings[@]}" "$@" up >"$work/up" &
 	up=$!
 	until grep -q ready "$work/up"; do sleep 0.1; done
 }
