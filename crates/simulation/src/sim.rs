@@ -373,7 +373,12 @@ impl Sim<'static> {
                     self.loader.load.world().write(chunk.id, lease.chunk().file());
                     self.report.materialized += 1;
                 }
-                Ok(Err(_)) | Err(crossbeam::channel::TryRecvError::Disconnected) => {}
+                Ok(Err(_)) if self.faults.compute > 0 => {}
+                Ok(Err(e)) if e.contains("arena") => {}
+                Ok(Err(e)) => return Err(format!("chunk {n} was refused: {e}")),
+                Err(crossbeam::channel::TryRecvError::Disconnected) => {
+                    return Err(format!("an ingest was not told about chunk {n}"));
+                }
                 Err(crossbeam::channel::TryRecvError::Empty) => open.push((n, reply)),
             }
         }
@@ -482,6 +487,17 @@ impl Sim<'static> {
         Ok(())
     }
 
+    /// Whether something has happened that explains a refusal.
+    fn may_refuse(&self, why: &RequestError) -> bool {
+        match why {
+            // Too many at once, or one that cannot fit even alone.
+            RequestError::Exhausted(text) => !text.contains("fragmented"),
+            RequestError::Unavailable(_) => self.report.deaths > 0,
+            RequestError::Internal(_) => self.faults.compute > 0,
+            _ => false,
+        }
+    }
+
     /// When nothing is left to do: every client has been told, nothing is held, and what is on the
     /// device is right.
     fn at_rest(&mut self) -> Result<(), String> {
@@ -493,7 +509,8 @@ impl Sim<'static> {
                 None => return Err(format!("request {n} has no end")),
                 Some(Ok(FinishReason::Cancelled)) => self.report.cancelled += 1,
                 Some(Ok(_)) => self.report.answered += 1,
-                Some(Err(_)) => self.report.refused += 1,
+                Some(Err(e)) if self.may_refuse(&e) => self.report.refused += 1,
+                Some(Err(e)) => return Err(format!("request {n} was refused: {e}")),
             }
         }
         let loader = &mut self.loader;
