@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use matkv_api::v1::GenerateRequest;
+use matkv_api::Client;
+use matkv_api::v1::{GenerateRequest, GetStatusRequest};
 use matkv_tests::{
     Home, Ingest, Manager, Running, ask, is_alive, question, ready, run_with_input, service,
     signal, start, text, until, variables,
@@ -72,6 +73,15 @@ fn request() -> GenerateRequest {
     GenerateRequest { document_ids, ..question("Who crossed the narrow bridge?") }
 }
 
+/// Waits until requests hold nothing.
+async fn at_rest(client: &Client) {
+    until("nothing is held", async || {
+        let status = client.clone().get_status(GetStatusRequest {}).await.ok()?.into_inner();
+        (status.held_slots + status.requests_running == 0).then_some(())
+    })
+    .await;
+}
+
 async fn ended(mut process: Running) -> Option<i32> {
     until("the process ends", async || process.ended()).await.code
 }
@@ -103,6 +113,7 @@ async fn a_socket_activated_loader_answers() {
     assert_eq!(ingest.finish().await.errors(), [""; 0]);
     let reply = ask(&client, request()).await.expect("an answer");
     assert!(!reply.tokens.is_empty());
+    at_rest(&client).await;
     signal("TERM", &[loader.pid()]);
     assert_eq!(ended(loader).await, Some(0));
     assert!(socket.exists(), "the socket is the manager's");
@@ -149,6 +160,7 @@ async fn either_process_restarts_alone() {
         assert_eq!((after.loader_pid, after.decoder_pid), (next.pid(), decoder.pid()));
         let reply = ask(&client, request()).await.expect("an answer");
         assert_eq!(reply.answer(), expected.answer());
+        at_rest(&client).await;
         loader = next;
     }
     let (_, last) = ready(&home).await;
@@ -172,7 +184,7 @@ async fn another_model_is_refused_with_both_values() {
     let socket = home.socket();
     let reason = until("the loader says why", async || {
         let mut client = matkv_api::connect(&socket).await.ok()?;
-        let status = client.get_status(matkv_api::v1::GetStatusRequest {}).await.ok()?;
+        let status = client.get_status(GetStatusRequest {}).await.ok()?;
         Some(status.into_inner().reason).filter(|r| r.contains("refused"))
     })
     .await;

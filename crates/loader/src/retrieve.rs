@@ -134,8 +134,9 @@ fn find_chunks(core: &Core, ask: &Ask) -> Result<Vec<ChunkUse>, RequestError> {
     for (id, score) in ranked {
         let tokens = read.tokens(&id).map_err(internal)?;
         let tokens = tokens.ok_or_else(|| RequestError::NotFound(format!("no chunk {id}")))?;
-        // The document (the first by name) and the chunk's place in it, for people to read.
-        let (document, ordinal) = read.place(&id).map_err(internal)?.unwrap_or_default();
+        // Where the chunk is from, for people to read: what they named, if they did.
+        let place = read.place(&id, &ask.document_ids).map_err(internal)?;
+        let (document, ordinal) = place.unwrap_or_default();
         let source = ChunkSource::Flash;
         out.push(ChunkUse { id, document, ordinal, tokens: tokens.into(), score, source });
     }

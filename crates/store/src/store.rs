@@ -259,11 +259,17 @@ impl<'s> ReadTxn<'s> {
         }))
     }
 
-    /// The first document by name that uses the chunk, and the chunk's place in it.
+    /// A document that uses the chunk, and the chunk's place in it: the first of `preferred` that
+    /// does, else the first by name.
     ///
     /// # Errors
     /// If the index fails.
-    pub fn place(&self, id: &ChunkId) -> Result<Option<(String, u32)>> {
+    pub fn place(&self, id: &ChunkId, preferred: &[String]) -> Result<Option<(String, u32)>> {
+        for name in preferred {
+            if let Some(ordinal) = self.store.places.get(&self.txn, &place_key(id, name))? {
+                return decode(name, ordinal).map(|ordinal| Some((name.clone(), ordinal)));
+            }
+        }
         let mut found = self.store.places.prefix_iter(&self.txn, id.as_bytes())?;
         let Some((key, ordinal)) = found.next().transpose()? else { return Ok(None) };
         let name = String::from_utf8_lossy(&key[id.as_bytes().len()..]).into_owned();

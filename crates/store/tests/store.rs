@@ -71,8 +71,10 @@ fn the_place_of_a_chunk_is_in_a_document_that_exists() {
     let store = Store::open(dir.path(), FP).unwrap();
     put(&store, &document("b", &[1, 2]), &[1, 2]);
     put(&store, &document("a", &[2]), &[]);
-    let place = |n| store.read().unwrap().place(&chunk(n).id).unwrap();
+    let place = |n| store.read().unwrap().place(&chunk(n).id, &[]).unwrap();
     assert_eq!((place(1), place(2)), (Some(("b".into(), 0)), Some(("a".into(), 0))));
+    let named = store.read().unwrap().place(&chunk(2).id, &["x".into(), "b".into()]).unwrap();
+    assert_eq!(named, Some(("b".into(), 1)), "the one that was asked for, not the first");
     let mut txn = store.write().unwrap();
     txn.delete_document("a").unwrap();
     txn.commit().unwrap();
