@@ -118,8 +118,10 @@ where
 }
 
 fn check_welcome(welcome: &Welcome) {
-    if let Welcome::Accepted { geometry, .. } = welcome {
-        // The decoder's next step is to map that many bytes.
+    // The decoder's next step is to check the geometry, and then to map that many bytes.
+    if let Welcome::Accepted { geometry, .. } = welcome
+        && let Ok(geometry) = geometry.checked()
+    {
         let bytes = geometry.segment_bytes();
         assert!(bytes >= geometry.arena_start && bytes >= geometry.arena_bytes, "{geometry:?}");
     }

@@ -150,6 +150,8 @@ impl Ring {
     }
 
     fn take(&mut self) -> bool {
+        // Every descriptor taken makes other indexes possible.
+        self.observe();
         match self.consumer.take() {
             Ok(Some(found)) => {
                 let expected = self.model.pop_front();
