@@ -32,6 +32,9 @@ impl Watchdog {
 
     /// Tells a child where to write, and how often it must.
     pub fn introduce(&self, command: &mut Command) {
+        // What an earlier child has said is not this one's.
+        let mut message = [0; 4096];
+        while self.socket.try_recv(&mut message).is_ok() {}
         command.env("NOTIFY_SOCKET", &self.path);
         command.env("WATCHDOG_USEC", self.limit.as_micros().to_string());
     }

@@ -105,7 +105,9 @@ impl Pair {
     /// Asks both processes to stop in order, now or once running requests have finished.
     pub fn terminate(&mut self) {
         self.asked.get_or_insert_with(Instant::now);
-        terminate(self.loader.id());
+        if self.loader.try_wait().is_ok_and(|status| status.is_none()) {
+            terminate(self.loader.id());
+        }
     }
 
     /// Whether a stop has taken longer than it may.
@@ -129,6 +131,7 @@ fn sweep(runtime: &Path) {
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
         let pid = name.strip_prefix("resolved-").and_then(|rest| rest.strip_suffix(".toml"));
+        let pid = pid.or(name.strip_prefix("notify-").and_then(|rest| rest.strip_suffix(".sock")));
         if pid.is_some_and(|pid| !Path::new("/proc").join(pid).exists()) {
             let _ = std::fs::remove_file(entry.path());
         }

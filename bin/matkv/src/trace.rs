@@ -34,7 +34,10 @@ pub async fn run(config: &Config, options: TraceOptions) -> anyhow::Result<ExitC
         reply = &mut recorded => reply,
         _ = tokio::signal::ctrl_c() => {
             other.trace(TraceRequest { seconds: 0.0 }).await?;
-            recorded.await
+            tokio::select! {
+                reply = &mut recorded => reply,
+                _ = tokio::signal::ctrl_c() => bail!("interrupted; nothing has been written"),
+            }
         }
     };
     let spans = reply?.into_inner().spans;

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use matkv_config::Resolved;
 
-use tokio::signal::unix::Signal;
+use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::notify::Watchdog;
 use crate::pair::Pair;
@@ -21,8 +21,33 @@ pub fn run(resolved: &Resolved) -> anyhow::Result<ExitCode> {
     runtime.block_on(supervise(resolved))
 }
 
+/// What asks `up` to stop: a service manager, a person, or the end of their terminal.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+    hang_up: Signal,
+}
+
+impl Signals {
+    fn listen() -> std::io::Result<Self> {
+        Ok(Self {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+            hang_up: signal(SignalKind::hangup())?,
+        })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+            _ = self.hang_up.recv() => {}
+        }
+    }
+}
+
 async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
-    let mut term = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::terminate())?;
+    let mut signals = Signals::listen()?;
     let mut failures = 0;
     let mut was_ready = false;
     // A loader that notices by itself that a thread is stuck stops feeding; one that has been
@@ -43,10 +68,13 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
                 }
                 // A loader that has never been ready refuses its configuration.
                 Err(e) if !was_ready => return Err(e),
-                Err(e) => eprintln!("matkv: {e:#}"),
+                Err(e) => {
+                    eprintln!("matkv: {e:#}");
+                    pair.kill()?;
+                    killed = true;
+                }
             },
-            _ = term.recv() => return stop(pair, &mut term).await,
-            _ = tokio::signal::ctrl_c() => return stop(pair, &mut term).await,
+            () = signals.next() => return stop(pair, &mut signals).await,
         }
         let status = loop {
             tokio::select! {
@@ -56,8 +84,7 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
                         break status;
                     }
                 }
-                _ = term.recv() => return stop(pair, &mut term).await,
-                _ = tokio::signal::ctrl_c() => return stop(pair, &mut term).await,
+                () = signals.next() => return stop(pair, &mut signals).await,
             }
         };
         failures += 1;
@@ -67,7 +94,10 @@ async fn supervise(resolved: &Resolved) -> anyhow::Result<ExitCode> {
             );
         }
         eprintln!("matkv: the loader ended ({status}); starting both processes again");
-        tokio::time::sleep(Duration::from_millis(50 << failures)).await;
+        tokio::select! {
+            () = tokio::time::sleep(Duration::from_millis(50 << failures)) => {}
+            () = signals.next() => return stop(pair, &mut signals).await,
+        }
     }
 }
 
@@ -79,7 +109,7 @@ fn end(pair: &mut Pair) -> anyhow::Result<bool> {
 }
 
 /// Running requests may finish; a second signal ends them.
-async fn stop(mut pair: Pair, term: &mut Signal) -> anyhow::Result<ExitCode> {
+async fn stop(mut pair: Pair, signals: &mut Signals) -> anyhow::Result<ExitCode> {
     pair.terminate();
     loop {
         tokio::select! {
@@ -88,8 +118,7 @@ async fn stop(mut pair: Pair, term: &mut Signal) -> anyhow::Result<ExitCode> {
                     break;
                 }
             }
-            _ = term.recv() => pair.terminate(),
-            _ = tokio::signal::ctrl_c() => pair.terminate(),
+            () = signals.next() => pair.terminate(),
         }
     }
     let status = pair.stop()?;

@@ -31,7 +31,9 @@ pub fn run(config: &Config, options: Options) -> Result<(), DecoderError> {
         .enable_all()
         .build()
         .map_err(|e| DecoderError::Threads(e.to_string()))?;
-    runtime.block_on(supervised(config.clone(), options, Arc::new(model)))
+    let outcome = runtime.block_on(supervised(config.clone(), options, Arc::new(model)));
+    runtime.shutdown_background();
+    outcome
 }
 
 async fn supervised(
@@ -55,8 +57,9 @@ async fn supervised(
     tokio::select! {
         _ = tree.ended() => {}
         _ = term.recv() => {}
-        // Ctrl-C in a terminal reaches the whole process group: `matkv up` stops us in order.
-        _ = tokio::signal::ctrl_c(), if !options.exit_with_loader => {}
+        // Ctrl-C in a terminal reaches the whole process group: a loader that started us stops us
+        // when it has drained.
+        () = interrupted(options) => {}
     }
     service::stopping("stopping");
     let outcome = tree.stop().await;
@@ -67,6 +70,16 @@ async fn supervised(
         }
         // Under a loader that started it, the decoder ends with its session.
         _ => Ok(()),
+    }
+}
+
+/// Ends with a Ctrl-C that is meant for this process; others are caught and ignored.
+async fn interrupted(options: Options) {
+    loop {
+        let caught = tokio::signal::ctrl_c().await;
+        if caught.is_err() || !options.exit_with_loader {
+            return;
+        }
     }
 }
 

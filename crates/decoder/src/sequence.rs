@@ -98,7 +98,7 @@ impl Sequence {
 
     /// Steps taken since it joined: the first token is the loader's.
     pub fn steps(&self) -> usize {
-        self.log.len() - 1
+        self.log.len().saturating_sub(1)
     }
 
     /// This sequence's part of the next step.

@@ -162,6 +162,10 @@ impl SessionWatch {
     /// What has been recorded since the last look goes to the loader, if it wants it.
     fn trace(&self) {
         trace::set(self.header.trace());
+        if self.stalled {
+            // It does not read, and this thread must not wait for it.
+            return;
+        }
         let spans = trace::take();
         if !spans.is_empty() {
             // A loader that is gone needs no trace.

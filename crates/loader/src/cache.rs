@@ -66,6 +66,15 @@ impl ChunkCache {
         }
     }
 
+    /// Forgets every chunk that nobody holds.
+    pub fn evict_unpinned(&mut self) {
+        let unpinned = |e: &Entry| Arc::strong_count(&e.chunk) == 1;
+        let gone: Vec<ChunkId> =
+            self.entries.iter().filter(|(_, e)| unpinned(e)).map(|(id, _)| *id).collect();
+        metrics::counter!(names::EVICTIONS).increment(gone.len() as u64);
+        gone.iter().for_each(|id| self.remove(id));
+    }
+
     /// Bytes of the arena, evicting unpinned chunks from the coldest on until a hole fits.
     pub fn allocate(&mut self, arena: &Arc<Arena>, len: usize) -> Option<Extent> {
         loop {

@@ -151,12 +151,15 @@ impl Run<'_> {
             Job::Compile(mut job) => {
                 let _span = trace::span("compute", "materialize", 0);
                 let prefix = &self.compute.prefix;
+                let panicked = job.panicked();
                 let stepped = AssertUnwindSafe(|| job.step(core, prefix, &mut go_on));
                 let compiled = match catch_unwind(stepped) {
                     Ok(false) => return Some(Job::Compile(job)),
                     Ok(true) if self.stop.is_raised() => return None,
-                    Ok(true) => job.finish(core),
-                    Err(_) => job.panicked(),
+                    Ok(true) => {
+                        catch_unwind(AssertUnwindSafe(|| job.finish(core))).unwrap_or(panicked)
+                    }
+                    Err(_) => panicked,
                 };
                 let _ = self.compute.compiled.send(compiled);
                 None
@@ -176,11 +179,15 @@ impl Run<'_> {
         // What the request held has come back before its client is told.
         let outcome = match sliced {
             Ok(Slice::More) => return Some(Job::Prefill(Box::new(prefill))),
-            Ok(Slice::Complete) => match prefill.finish(core, prefix, sessions) {
-                Ok(None) => return None,
-                Ok(Some(reason)) => Ok(reason),
-                Err(e) => Err(e),
-            },
+            Ok(Slice::Complete) => {
+                let finish = AssertUnwindSafe(|| prefill.finish(core, prefix, sessions));
+                match catch_unwind(finish) {
+                    Ok(Ok(None)) => return None,
+                    Ok(Ok(Some(reason))) => Ok(reason),
+                    Ok(Err(e)) => Err(e),
+                    Err(_) => Err(panicked()),
+                }
+            }
             Ok(Slice::Abandoned) => {
                 drop(prefill);
                 if state.is_cancelled() {
@@ -191,10 +198,14 @@ impl Run<'_> {
             }
             Err(_) => {
                 drop(prefill);
-                Err(RequestError::Internal("computing the request panicked".into()))
+                Err(panicked())
             }
         };
         state.end(outcome);
         None
     }
+}
+
+fn panicked() -> RequestError {
+    RequestError::Internal("computing the request panicked".into())
 }

@@ -50,17 +50,27 @@ pub(crate) struct Gateway {
     pub serial: Option<Arc<Mutex<()>>>,
 }
 
-/// What an admitted request holds in the gateway.
-struct Admission {
-    admitted: Arc<AtomicU64>,
-    _permit: OwnedSemaphorePermit,
-    _serial: Option<OwnedMutexGuard<()>>,
+/// One more, until it is dropped.
+struct Count(Arc<AtomicU64>);
+
+impl Count {
+    fn up(counter: &Arc<AtomicU64>) -> Self {
+        counter.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(counter))
+    }
 }
 
-impl Drop for Admission {
+impl Drop for Count {
     fn drop(&mut self) {
-        self.admitted.fetch_sub(1, Ordering::Relaxed);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
+}
+
+/// What an admitted request holds in the gateway.
+struct Admission {
+    _admitted: Count,
+    _permit: OwnedSemaphorePermit,
+    _serial: Option<OwnedMutexGuard<()>>,
 }
 
 fn internal(e: impl std::fmt::Display) -> Status {
@@ -76,9 +86,8 @@ impl Gateway {
                 self.observer.core.config.queue
             )))
         })?;
-        let admitted = Arc::clone(&self.observer.admitted);
-        admitted.fetch_add(1, Ordering::Relaxed);
-        let mut admission = Admission { admitted, _permit: permit, _serial: None };
+        let _admitted = Count::up(&self.observer.admitted);
+        let mut admission = Admission { _admitted, _permit: permit, _serial: None };
         if let Some(serial) = &self.serial {
             admission._serial = Some(Arc::clone(serial).lock_owned().await);
         }
@@ -112,8 +121,14 @@ impl MatKv for Gateway {
         if self.retrieve.try_send(incoming).is_err() {
             return Err(Status::unavailable("the loader is stopping"));
         }
-        let (sender, receiver) = mpsc::channel(EVENTS_MAX);
-        tokio::spawn(generate::follow(core, state, sampling, sender, limit));
+        // One more, for the last word.
+        let (sender, receiver) = mpsc::channel(EVENTS_MAX + 1);
+        self.observer.watch(&state);
+        let told = Count::up(&self.observer.streams);
+        tokio::spawn(async move {
+            generate::follow(core, state, sampling, sender, limit).await;
+            drop(told);
+        });
         Ok(Response::new(Box::pin(ReceiverStream::new(receiver))))
     }
 
@@ -121,6 +136,9 @@ impl MatKv for Gateway {
         &self,
         request: Request<Streaming<IngestPart>>,
     ) -> Result<Response<Self::IngestStream>, Status> {
+        if self.observer.draining.load(Ordering::SeqCst) {
+            return Err(RequestError::Unavailable("the loader is stopping".into()).into());
+        }
         // A document at the ingest thread and one waiting: clients are read no faster.
         let (documents, queue) = crossbeam::channel::bounded(1);
         let (events, receiver) = mpsc::channel(EVENTS_MAX);

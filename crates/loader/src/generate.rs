@@ -43,12 +43,14 @@ pub(crate) async fn follow(
     client: Sender,
     limit: Duration,
 ) {
+    // There is always room for the last word.
+    let Ok(last) = client.clone().try_reserve_owned() else { return };
     let ends = tokio::time::Instant::from_std(state.received + limit);
     let told = tell(core, Arc::clone(&state), sampling, client.clone());
     if tokio::time::timeout_at(ends, told).await.is_err() {
         // Dropping the future has cancelled the request, wherever it was.
         metrics::counter!(names::REQUESTS, "outcome" => "deadline").increment(1);
-        let _ = client.try_send(Err(RequestError::Deadline(limit).into()));
+        last.send(Err(RequestError::Deadline(limit).into()));
     }
 }
 

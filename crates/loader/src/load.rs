@@ -34,6 +34,8 @@ struct Pending {
     started: Instant,
     leases: Vec<Option<Lease>>,
     own: Option<OwnSlot>,
+    /// Its chunks have been moved together, so that its own slot fits.
+    compacted: bool,
     /// Until everything is there.
     span: Option<trace::Timer>,
 }
@@ -198,8 +200,15 @@ impl<W: World> Load<W> {
         crash_point(CrashPoint::LoadPlanned);
         let leases = planned.chunks.iter().map(|_| None).collect();
         let span = Some(trace::span("load", "load", planned.state.number));
-        let pending = Pending { planned, started: Instant::now(), leases, own: None, span };
-        self.waiting.push_back(Waiting::Request(Box::new(pending)));
+        let urgent = planned.urgent;
+        let (started, own, compacted) = (Instant::now(), None, false);
+        let pending = Pending { planned, started, leases, own, compacted, span };
+        let waiting = Waiting::Request(Box::new(pending));
+        if urgent {
+            self.waiting.push_front(waiting);
+        } else {
+            self.waiting.push_back(waiting);
+        }
     }
 
     /// A request that could not run even alone is refused now.
@@ -224,6 +233,9 @@ impl<W: World> Load<W> {
         let mut behind = std::mem::take(&mut self.waiting);
         let mut ahead = VecDeque::new();
         let mut blocked = false;
+        // Ingests take their chunks in order: a later one must not hold memory the first one waits
+        // for.
+        let mut ingest_waits = false;
         while let Some(next) = behind.pop_front() {
             let kept = match next {
                 Waiting::Request(request) => {
@@ -233,8 +245,13 @@ impl<W: World> Load<W> {
                     }
                     kept
                 }
+                Waiting::Materialize(m, passed) if ingest_waits => {
+                    Some(Waiting::Materialize(m, passed))
+                }
                 Waiting::Materialize(m, passed) => {
-                    self.pump_materialize(m, passed, &mut behind, &mut blocked)
+                    let kept = self.pump_materialize(m, passed, &mut behind, &mut blocked);
+                    ingest_waits = kept.is_some();
+                    kept
                 }
             };
             ahead.extend(kept);
@@ -283,6 +300,10 @@ impl<W: World> Load<W> {
             let idle = self.loading.is_empty() && self.replies.is_empty();
             *blocked = !self.advance(&mut request);
             stuck = *blocked && idle && others == 0 && !ahead.iter().any(holds);
+            if stuck && !request.compacted {
+                *blocked = !self.compact(&mut request);
+                stuck = *blocked;
+            }
         }
         let complete = request.own.is_some() && request.leases.iter().all(Option::is_some);
         if complete {
@@ -301,6 +322,18 @@ impl<W: World> Load<W> {
         } else {
             Some(Waiting::Request(request))
         }
+    }
+
+    /// What holds the memory apart is the request's own chunks, lying where they happened to be:
+    /// they are let go, its own slot is taken first, and they are loaded again beside it.
+    fn compact(&mut self, request: &mut Pending) -> bool {
+        metrics::counter!(names::COMPACTIONS).increment(1);
+        request.compacted = true;
+        request.leases.iter_mut().for_each(|l| *l = None);
+        self.cache.evict_unpinned();
+        let bytes = own_slot_bytes(&self.spec, &request.planned);
+        request.own = self.cache.allocate(&self.arena, bytes).map(OwnSlot::new);
+        self.advance(request)
     }
 
     /// Gives a chunk of an ingest its slot; gives it back if it must wait.
@@ -472,8 +505,11 @@ impl<W: World> Load<W> {
                 // The same chunk may be under way twice, for a request and for an ingest; each
                 // fails alone.
                 if compiled.for_request {
-                    self.loading.remove(&compiled.id);
-                    self.fail_waiters(&compiled.id, &reason);
+                    // The entry may by now be that of a read of the same chunk.
+                    if self.loading.get(&compiled.id).is_some_and(|l| l.extent.is_none()) {
+                        self.loading.remove(&compiled.id);
+                        self.fail_waiters(&compiled.id, &reason);
+                    }
                 } else {
                     for reply in self.replies.remove(&compiled.id).into_iter().flatten() {
                         let _ = reply.send(Err(reason.clone()));
@@ -549,5 +585,6 @@ fn take_back(behind: &mut VecDeque<Waiting>) {
     for other in behind.iter_mut().filter_map(Waiting::request) {
         other.leases.iter_mut().for_each(|l| *l = None);
         other.own = None;
+        other.compacted = false;
     }
 }

@@ -94,7 +94,19 @@ pub(crate) struct LoadChannels {
     pub compiled: Receiver<Compiled>,
 }
 
+/// What has woken the thread.
+enum Event {
+    Read(ReadDone),
+    Compiled(Compiled),
+    Message(LoadMessage),
+    /// Memory has been freed, a waiting client may have gone, or the flag is up.
+    Look,
+}
+
 /// Runs until the flag is raised.
+///
+/// # Errors
+/// If a thread it cannot do without is gone.
 pub(crate) fn run(
     load: &mut Load<Process>,
     channels: &LoadChannels,
@@ -102,25 +114,35 @@ pub(crate) fn run(
     stop: &StopFlag,
     stopped: &Receiver<()>,
     pulse: &Pulse,
-) {
+) -> Result<(), String> {
     let freed = load.world().core.arena.signals().clone();
     while !stop.is_raised() {
         let sweep = if load.has_waiting() { SWEEP } else { NOTHING_TO_SWEEP };
         pulse.rest();
-        select_biased! {
-            recv(stopped) -> _ => {}
-            recv(channels.reads) -> r => r.into_iter().for_each(|r| load.read_done(r)),
-            recv(channels.compiled) -> c => c.into_iter().for_each(|c| load.compiled(c)),
-            recv(freed) -> _ => {}
+        let event = select_biased! {
+            recv(stopped) -> _ => Event::Look,
+            recv(channels.reads) -> r => Event::Read(r.map_err(|_| "nobody reads any more")?),
+            recv(channels.compiled) -> c => {
+                Event::Compiled(c.map_err(|_| "nobody computes any more")?)
+            }
+            recv(freed) -> _ => Event::Look,
             recv(channels.messages) -> message => match message {
-                Ok(message) => load.message(message),
-                Err(_) => return,
+                Ok(message) => Event::Message(message),
+                Err(_) => return Ok(()),
             },
-            default(sweep) => {}
-        }
+            default(sweep) => Event::Look,
+        };
+        // Everything from here on is work: a device that hangs in it is seen by the watch.
         pulse.step();
+        match event {
+            Event::Read(done) => load.read_done(done),
+            Event::Compiled(compiled) => load.compiled(compiled),
+            Event::Message(message) => load.message(message),
+            Event::Look => {}
+        }
         load.pump();
         resident.store(load.resident() as u64, Ordering::Relaxed);
     }
     load.stop();
+    Ok(())
 }

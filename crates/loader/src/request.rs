@@ -200,6 +200,8 @@ pub struct Planned {
     pub sampling: Sampling,
     pub return_logits: bool,
     pub cold: bool,
+    /// Before everyone who waits: the self-test, on which readiness depends.
+    pub urgent: bool,
 }
 
 impl Planned {

@@ -99,6 +99,7 @@ fn plan(core: &Core, request: Incoming) -> Result<Planned, RequestError> {
         sampling: ask.sampling,
         return_logits: ask.return_logits,
         cold: ask.cold,
+        urgent: false,
     })
 }
 
@@ -119,9 +120,13 @@ fn room_for_chunks(core: &Core, rest: usize, answer: usize) -> Result<usize, Req
 
 /// Drops chunks of the lowest rank until the others fit.
 fn drop_last(chunks: &mut Vec<ChunkUse>, room: usize) -> Vec<ChunkId> {
+    let mut used: usize = chunks.iter().map(|c| c.tokens.len()).sum();
     let mut dropped = Vec::new();
-    while chunks.iter().map(|c| c.tokens.len()).sum::<usize>() > room {
-        dropped.extend(chunks.pop().map(|c| c.id));
+    while used > room
+        && let Some(last) = chunks.pop()
+    {
+        used -= last.tokens.len();
+        dropped.push(last.id);
     }
     dropped
 }

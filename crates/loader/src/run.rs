@@ -34,7 +34,7 @@ pub(crate) struct Opened {
     pub segment: Segment,
     pub pool: rayon::ThreadPool,
     pub prefix: Arc<ChunkSlot>,
-    pub runtime_lock: FileLock,
+    pub runtime_lock: Option<FileLock>,
     pub child: Option<DecoderChild>,
 }
 
@@ -55,7 +55,10 @@ pub fn run(config: &Config, options: Options) -> Result<(), LoaderError> {
         Signals::listen().map_err(|e| LoaderError::Setup(e.to_string()))?
     };
     let opened = open(config, options)?;
-    runtime.block_on(serve(config, opened, signals))
+    let outcome = runtime.block_on(serve(config, opened, signals));
+    // A thread that hangs in a device must not keep a process that has been told to stop.
+    runtime.shutdown_background();
+    outcome
 }
 
 fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
@@ -121,7 +124,7 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         segment,
         pool,
         prefix: Arc::new(prefix),
-        runtime_lock,
+        runtime_lock: Some(runtime_lock),
         child,
     })
 }

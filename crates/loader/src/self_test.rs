@@ -121,6 +121,7 @@ async fn answer(core: &Core, load: &Sender<LoadMessage>, mode: Mode) -> Result<A
         },
         return_logits: true,
         cold: true,
+        urgent: true,
     };
     if load.try_send(LoadMessage::Request(Box::new(planned))).is_err() {
         return Err("the loader has no room for it".into());

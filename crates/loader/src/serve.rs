@@ -29,6 +29,8 @@ use crate::world::LoadMessage;
 
 /// How long open streams may take to end after a stop.
 const GOODBYE: Duration = Duration::from_secs(2);
+/// What a stop may take after the drain: threads, streams, the decoder.
+const DRAIN_MARGIN: Duration = Duration::from_secs(15);
 /// How often the process is looked after.
 const LOOK: Duration = Duration::from_millis(100);
 /// How long after a failed self-test the next one runs.
@@ -77,10 +79,12 @@ impl Signals {
 /// Serves until a signal or a fatal error.
 pub(crate) async fn serve(
     config: &Config,
-    opened: Opened,
+    mut opened: Opened,
     mut signals: Signals,
 ) -> Result<(), LoaderError> {
     let header = Arc::clone(&opened.header);
+    // Held until the socket and the segment's name are gone.
+    let _runtime_lock = opened.runtime_lock.take();
     let Threads { specs, gateway } = threads(config, opened)?;
     let listeners = Listeners::open(config).await?;
     let stop = StopFlag::default();
@@ -98,14 +102,12 @@ pub(crate) async fn serve(
     let life = tokio::spawn(life.watch(stop.clone()));
     let router = Server::builder().add_service(MatKvServer::new(gateway)).add_service(health);
     let router = with_reflection(router)?;
-    let serving = tokio::spawn(
-        router
-            .clone()
-            .serve_with_incoming_shutdown(UnixListenerStream::new(listeners.unix), quit(&stop)),
-    );
+    let mut serving = tokio::task::JoinSet::new();
+    let incoming = UnixListenerStream::new(listeners.unix);
+    serving.spawn(router.clone().serve_with_incoming_shutdown(incoming, quit(&stop)));
     if let Some(tcp) = listeners.tcp {
         let incoming = TcpListenerStream::new(tcp);
-        tokio::spawn(router.serve_with_incoming_shutdown(incoming, quit(&stop)));
+        serving.spawn(router.serve_with_incoming_shutdown(incoming, quit(&stop)));
     }
     tracing::info!("listening on {}", config.socket().display());
     service::ready("waiting for a decoder");
@@ -117,8 +119,9 @@ pub(crate) async fn serve(
     }
     service::stopping("stopping");
     let outcome = tree.stop().await;
+    observer.end_all();
     // Open streams have been told by now; a client that never reads cannot keep us.
-    let _ = tokio::time::timeout(GOODBYE, serving).await;
+    let _ = tokio::time::timeout(GOODBYE, serving.join_all()).await;
     life.abort();
     if !listeners.inherited {
         let _ = std::fs::remove_file(config.socket());
@@ -141,7 +144,8 @@ async fn drain(
     signals: &mut Signals,
 ) {
     observer.draining.store(true, Ordering::SeqCst);
-    let running = observer.admitted.load(Ordering::Relaxed);
+    let running = observer.streams.load(Ordering::SeqCst);
+    service::extend(config.drain + DRAIN_MARGIN);
     if running > 0 {
         let limit = format_duration(config.drain);
         let text = format!("stopping; {running} requests may finish within {limit}");
@@ -149,7 +153,8 @@ async fn drain(
         service::status(&text);
     }
     let done = async {
-        while observer.admitted.load(Ordering::Relaxed) > 0 {
+        // Not only decoded: told.
+        while observer.streams.load(Ordering::SeqCst) > 0 {
             tokio::time::sleep(LOOK / 5).await;
         }
     };

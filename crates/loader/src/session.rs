@@ -49,6 +49,8 @@ struct Link {
     producer: Producer,
     running: HashMap<u64, Running>,
     decoder: u32,
+    /// Its decoder is gone or about to be; what it runs is told when its death is certain.
+    closing: bool,
 }
 
 /// The current session, if there is one.
@@ -88,7 +90,7 @@ impl Sessions {
         self.locked().as_ref().map_or(SessionStatus { refusal, ..SessionStatus::default() }, |l| {
             SessionStatus {
                 epoch: l.epoch,
-                decoder: l.decoder,
+                decoder: if l.closing { 0 } else { l.decoder },
                 running: l.running.len(),
                 refusal: String::new(),
             }
@@ -103,7 +105,7 @@ impl Sessions {
         kv_start: usize,
     ) -> Result<(), RequestError> {
         let mut link = self.locked();
-        let Some(link) = link.as_mut() else {
+        let Some(link) = link.as_mut().filter(|l| !l.closing) else {
             // Nobody may write to the control part once its slot is given back.
             running.state.attach(None);
             return Err(RequestError::Unavailable("the decoder is not running".into()));
@@ -160,7 +162,15 @@ impl Sessions {
     pub fn begin(&self, epoch: u64, decoder: u32, producer: Producer) {
         metrics::counter!(names::EPOCHS).increment(1);
         self.refused("");
-        *self.locked() = Some(Link { epoch, producer, running: HashMap::new(), decoder });
+        let running = HashMap::new();
+        *self.locked() = Some(Link { epoch, producer, running, decoder, closing: false });
+    }
+
+    /// Takes nothing new.
+    pub fn close(&self) {
+        if let Some(link) = self.locked().as_mut() {
+            link.closing = true;
+        }
     }
 
     /// Ends the session: what it ran fails, what it held comes back.

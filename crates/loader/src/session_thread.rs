@@ -12,7 +12,9 @@ use ipc_channel::ipc::{IpcReceiver, IpcSender};
 use matkv_actors::{Pulse, Stillness, StopFlag};
 use matkv_config::format_duration;
 use matkv_ring::{Consumer, FromDecoder, Geometry, Header, Producer, Side, Welcome};
-use matkv_sys::{ControlListener, CrashPoint, PidFd, crash_point, die_with_parent};
+use matkv_sys::{
+    ControlListener, CrashPoint, PidFd, crash_point, die_with_parent, terminate_and_wait,
+};
 use matkv_telemetry::{names, service};
 use matkv_types::{Fingerprint, KvShape};
 
@@ -37,6 +39,8 @@ pub(crate) struct SessionThread {
 const HELLO: Duration = Duration::from_secs(10);
 /// How long a welcomed decoder may take to map the segment.
 const JOIN: Duration = Duration::from_secs(30);
+/// How long a child may take to load its model and connect.
+const START: Duration = Duration::from_secs(300);
 /// How long a decoder that hung up may take to die before it is killed.
 const DEATH: Duration = Duration::from_secs(2);
 /// How often the decoder's life is looked at.
@@ -111,7 +115,10 @@ impl SessionThread {
         crash_point(CrashPoint::LoaderAccepted);
         let hello = match hear(&hellos, HELLO, stop, pulse) {
             Some(FromDecoder::Hello(hello)) => hello,
-            _ => return Ok(None),
+            _ => {
+                self.with_child(|c| c.kill("it has connected and not introduced itself"));
+                return Ok(None);
+            }
         };
         crash_point(CrashPoint::LoaderHeard);
         if let Some(reason) = hello.disagreement(self.fingerprint, self.shape) {
@@ -120,15 +127,25 @@ impl SessionThread {
             let _ = welcomes.send(Welcome::Refused { reason });
             return Ok(None);
         }
-        let Ok(pidfd) = PidFd::open(hello.pid) else { return Ok(None) };
+        let pidfd = match PidFd::open(hello.pid) {
+            Ok(pidfd) => pidfd,
+            Err(e) => {
+                // Without it its death could not be confirmed.
+                tracing::error!("decoder {}: {e}", hello.pid);
+                return Ok(None);
+            }
+        };
         self.header.begin_epoch(epoch).map_err(|e| e.to_string())?;
         let ends = self.header.loader_ends().map_err(|e| e.to_string())?;
         crash_point(CrashPoint::LoaderEpochBegun);
         let welcome =
             Welcome::Accepted { epoch, segment: self.segment.clone(), geometry: self.geometry };
-        let sent = welcomes.send(welcome).is_ok();
+        if welcomes.send(welcome).is_err() {
+            // It has gone without hearing what to map.
+            return Ok(None);
+        }
         crash_point(CrashPoint::LoaderWelcomed);
-        if !sent || hear(&hellos, JOIN, stop, pulse) != Some(FromDecoder::Joined) {
+        if hear(&hellos, JOIN, stop, pulse) != Some(FromDecoder::Joined) {
             // It may have mapped the segment by now.
             tracing::warn!("decoder {} was welcomed and has not joined", hello.pid);
             drop(welcomes);
@@ -154,7 +171,9 @@ impl SessionThread {
         tracing::info!("session {epoch} with decoder {pid}");
         let over = Arc::new(AtomicBool::new(false));
         let completions = self.completions(epoch, consumer, &over)?;
-        let end = self.wait_for_end(&hellos, stop, &over, pulse);
+        let completions_live = || !completions.is_finished();
+        let end = self.wait_for_end(&hellos, stop, completions_live, pulse);
+        self.sessions.close();
         drop(welcomes);
         if end == End::Stalled {
             pidfd.kill();
@@ -175,14 +194,15 @@ impl SessionThread {
         &self,
         hellos: &Hellos,
         stop: &StopFlag,
-        over: &AtomicBool,
+        completions_live: impl Fn() -> bool,
         pulse: &Pulse,
     ) -> End {
         let mut beats = Stillness::default();
         let mut last = Instant::now();
         while !stop.is_raised() {
             pulse.step();
-            if over.load(Ordering::SeqCst) {
+            // It ends by itself only over something that cannot be.
+            if !completions_live() {
                 return End::BrokenContract;
             }
             match hellos.try_recv_timeout(LOOK) {
@@ -235,8 +255,7 @@ impl SessionThread {
                 // Read first: what was posted before the end is taken after it.
                 let last = over.load(Ordering::SeqCst);
                 if let Err(e) = sessions.drain(epoch, &mut consumer) {
-                    tracing::error!("{e}");
-                    return over.store(true, Ordering::SeqCst);
+                    return tracing::error!("{e}");
                 }
                 if last {
                     return;
@@ -298,6 +317,7 @@ pub(crate) struct DecoderChild {
     command: Vec<String>,
     child: Option<Child>,
     failures: u32,
+    started: Instant,
     /// A decoder that dies at once, again and again, must not keep the machine busy.
     not_before: Instant,
 }
@@ -306,7 +326,8 @@ impl DecoderChild {
     /// Started from a thread that lives as long as the process: a child's life follows its
     /// parent's *thread*.
     pub fn start(command: Vec<String>) -> Self {
-        let mut this = Self { command, child: None, failures: 0, not_before: Instant::now() };
+        let (started, not_before) = (Instant::now(), Instant::now());
+        let mut this = Self { command, child: None, failures: 0, started, not_before };
         this.keep_alive();
         this
     }
@@ -315,6 +336,9 @@ impl DecoderChild {
     fn keep_alive(&mut self) {
         if let Some(child) = &mut self.child {
             match child.try_wait() {
+                Ok(None) if self.started.elapsed() > START => {
+                    return self.kill("it has not connected");
+                }
                 Ok(None) => return,
                 Ok(Some(status)) => tracing::warn!("the decoder ended: {status}"),
                 Err(e) => tracing::error!("the decoder cannot be waited for: {e}"),
@@ -333,7 +357,7 @@ impl DecoderChild {
             command.env_remove(v);
         });
         match die_with_parent(&mut command).spawn() {
-            Ok(child) => self.child = Some(child),
+            Ok(child) => (self.child, self.started) = (Some(child), Instant::now()),
             Err(e) => {
                 tracing::error!("cannot start {program}: {e}");
                 self.not_before = Instant::now() + Duration::from_secs(1);
@@ -341,14 +365,19 @@ impl DecoderChild {
         }
     }
 
-    /// It has seen the hang-up and ends by itself; if not, it is ended.
+    /// Ends a child that does not do its part; [`Self::keep_alive`] starts another.
+    fn kill(&mut self, why: &str) {
+        let Some(child) = &mut self.child else { return };
+        tracing::warn!("decoder {}: {why}; killing it", child.id());
+        let _ = child.kill();
+        // Started anew once it has been waited for.
+        self.started = Instant::now();
+    }
+
+    /// It has seen the hang-up, or has not come so far.
     fn stop(&mut self) {
-        let Some(mut child) = self.child.take() else { return };
-        if let Ok(pidfd) = PidFd::open(child.id())
-            && !pidfd.wait(Duration::from_secs(5))
-        {
-            pidfd.kill();
+        if let Some(child) = &mut self.child {
+            terminate_and_wait(child, DEATH);
         }
-        let _ = child.wait();
     }
 }

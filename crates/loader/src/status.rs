@@ -1,13 +1,15 @@
 //! What `GetStatus` and the health service say.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
 use matkv_api::v1::GetStatusResponse;
 use matkv_kernels::Isa;
 
 use crate::core::Core;
+use crate::error::RequestError;
+use crate::request::RequestState;
 use crate::session::Sessions;
 
 /// What the gateway can see of the loader.
@@ -19,6 +21,10 @@ pub(crate) struct Observer {
     pub resident: Arc<AtomicU64>,
     /// Requests admitted and not ended.
     pub admitted: Arc<AtomicU64>,
+    /// Answers whose client has not been told the end.
+    pub streams: Arc<AtomicU64>,
+    /// Requests that may not have ended.
+    pub live: Mutex<Vec<Weak<RequestState>>>,
     /// A stop has been asked for: running requests finish, no new ones are taken.
     pub draining: AtomicBool,
     /// Outcome of the self-test, by epoch.
@@ -50,10 +56,27 @@ impl Observer {
             engine,
             resident: Arc::default(),
             admitted: Arc::default(),
+            streams: Arc::default(),
+            live: Mutex::default(),
             draining: AtomicBool::new(false),
             self_test: Mutex::new((0, Ok(()))),
             testing: Mutex::default(),
             stuck: Mutex::new(None),
+        }
+    }
+
+    /// Keeps sight of a request, and forgets those that are gone.
+    pub fn watch(&self, state: &Arc<RequestState>) {
+        let mut live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
+        live.retain(|s| s.strong_count() > 0);
+        live.push(Arc::downgrade(state));
+    }
+
+    /// Tells every request that has not ended, wherever it was, that it will not.
+    pub fn end_all(&self) {
+        let live = self.live.lock().unwrap_or_else(PoisonError::into_inner);
+        for state in live.iter().filter_map(Weak::upgrade) {
+            state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
         }
     }
 

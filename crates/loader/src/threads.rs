@@ -171,16 +171,14 @@ fn specs(
     let (retriever, ingester) = (Arc::clone(&opened.core), Arc::clone(&opened.core));
     let (from_retrieve, from_ingest) = (to_load.clone(), to_load.clone());
     let load = std::sync::Mutex::new(load);
-    let Opened { pool, segment, runtime_lock, .. } = opened;
-    let keep = (segment, runtime_lock);
+    let Opened { pool, segment: keep, .. } = opened;
     vec![
         ThreadSpec::new("load", Policy::Fatal, move |stop, pulse| {
             let _outlives_the_threads = &keep;
             let signal = stopped(&stop);
             let mut load = load.lock().map_err(|e| e.to_string())?;
             let Loading { machine, channels, resident } = &mut *load;
-            load_thread::run(machine, channels, resident, &stop, &signal, pulse);
-            Ok(())
+            load_thread::run(machine, channels, resident, &stop, &signal, pulse)
         }),
         ThreadSpec::new("compute", Policy::Fatal, move |stop, pulse| {
             let signal = stopped(&stop);

@@ -4,8 +4,9 @@
 //! itself. Free extents are merged with their neighbours at once. What best fit cannot prevent is
 //! external fragmentation: with slots of sizes between m and M pinned at the worst places, an
 //! allocation of M can fail while more than half of the arena is free (Robson 1974 bounds the
-//! arena needed by `M · log2(M / m) / 2` times the live bytes). It resolves itself, because
-//! unpinned slots are evicted until a hole fits, and pins end with their requests.
+//! arena needed by `M · log2(M / m) / 2` times the live bytes). It resolves itself:
+//! unpinned slots are evicted until a hole fits, pins end with their requests, and a request whose
+//! own pins are in the way has its chunks moved together.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

@@ -1,6 +1,6 @@
 //! The simulation: a clock, a queue of events, and what must hold after each of them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
 use crossbeam::channel::{Receiver, bounded};
@@ -83,7 +83,7 @@ struct Sim<'e> {
     faults: Faults,
     chunks: Vec<Chunk>,
     clients: Vec<Client>,
-    ingests: Vec<(usize, Receiver<Result<Lease, String>>)>,
+    ingests: VecDeque<(usize, Receiver<Result<Lease, String>>)>,
     arena_bytes: usize,
     limits: Limits,
     loader: Loader,
@@ -186,7 +186,7 @@ impl Sim<'static> {
             faults,
             chunks,
             clients: Vec::new(),
-            ingests: Vec::new(),
+            ingests: VecDeque::new(),
             arena_bytes,
             limits,
             loader,
@@ -250,11 +250,13 @@ impl Sim<'static> {
             _ => Mode::Linked(4),
         };
         let rest = (0..self.random.between(1, 12)).map(|i| 40 + i as u32).collect();
+        // Now and then a slot that needs a large hole.
+        let most = if self.random.chance(200) { 400 } else { 24 };
         let sampling = Sampling {
             temperature: 0.0,
             top_p: 1.0,
             seed: 0,
-            max_new_tokens: self.random.between(1, 24) as u32,
+            max_new_tokens: self.random.between(1, most) as u32,
             stop: Vec::new(),
         };
         Question { chunks: chosen, mode, rest, sampling }
@@ -348,6 +350,7 @@ impl Sim<'static> {
             sampling: question.sampling,
             return_logits: false,
             cold: self.random.chance(200),
+            urgent: self.random.chance(50),
         };
         self.loader.load.message(LoadMessage::Request(Box::new(planned)));
     }
@@ -357,14 +360,21 @@ impl Sim<'static> {
         let (id, tokens) = (self.chunks[n].id, Arc::clone(&self.chunks[n].tokens));
         let job = Materialize { id, tokens, reply: sender };
         self.loader.load.message(LoadMessage::Materialize(job));
-        self.ingests.push((n, receiver));
+        self.ingests.push_back((n, receiver));
     }
 
     /// Chunks of ingests that are there: they go to the device, as the ingest thread does it.
     fn collect_ingests(&mut self) -> Result<(), String> {
-        let mut open = Vec::new();
-        for (n, reply) in std::mem::take(&mut self.ingests) {
-            match reply.try_recv() {
+        // In order, as the ingest thread takes them: what is ready behind one that is not keeps its
+        // memory.
+        while let Some((n, reply)) = self.ingests.front() {
+            let n = *n;
+            let outcome = reply.try_recv();
+            if matches!(outcome, Err(crossbeam::channel::TryRecvError::Empty)) {
+                break;
+            }
+            self.ingests.pop_front();
+            match outcome {
                 Ok(Ok(lease)) => {
                     let chunk = &self.chunks[n];
                     if lease.chunk().file() != chunk.file {
@@ -376,13 +386,9 @@ impl Sim<'static> {
                 Ok(Err(_)) if self.faults.compute > 0 => {}
                 Ok(Err(e)) if e.contains("arena") => {}
                 Ok(Err(e)) => return Err(format!("chunk {n} was refused: {e}")),
-                Err(crossbeam::channel::TryRecvError::Disconnected) => {
-                    return Err(format!("an ingest was not told about chunk {n}"));
-                }
-                Err(crossbeam::channel::TryRecvError::Empty) => open.push((n, reply)),
+                Err(_) => return Err(format!("an ingest was not told about chunk {n}")),
             }
         }
-        self.ingests = open;
         Ok(())
     }
 
@@ -493,7 +499,7 @@ impl Sim<'static> {
             // Too many at once, or one that cannot fit even alone.
             RequestError::Exhausted(text) => !text.contains("fragmented"),
             RequestError::Unavailable(_) => self.report.deaths > 0,
-            RequestError::Internal(_) => self.faults.compute > 0,
+            RequestError::Internal(text) => text.contains("computation failed"),
             _ => false,
         }
     }

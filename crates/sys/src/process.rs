@@ -19,6 +19,8 @@ pub fn die_with_parent(command: &mut Command) -> &mut Command {
             if libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGHUP) != 0 {
                 return Err(std::io::Error::last_os_error());
             }
+            // In a background group, a terminal with `tostop` would stop whoever logs.
+            libc::signal(libc::SIGTTOU, libc::SIG_IGN);
             // The parent may have died before prctl.
             if libc::getppid() as u32 != parent {
                 return Err(std::io::Error::from_raw_os_error(libc::ESRCH));
@@ -37,6 +39,10 @@ pub fn terminate(pid: u32) {
 
 /// Sends SIGTERM and waits; after the deadline, SIGKILL.
 pub fn terminate_and_wait(child: &mut Child, deadline: Duration) {
+    // Once it has been waited for, its number may be somebody else's.
+    if child.try_wait().is_ok_and(|status| status.is_some()) {
+        return;
+    }
     if let Ok(pidfd) = PidFd::open(child.id()) {
         pidfd.terminate();
         if !pidfd.wait(deadline) {

@@ -25,6 +25,8 @@ pub mod names {
     pub const QUARANTINED: &str = "matkv_chunks_quarantined_total";
     /// Chunks evicted from the arena.
     pub const EVICTIONS: &str = "matkv_arena_evictions_total";
+    /// Requests whose chunks were moved together because their own slot fitted no hole.
+    pub const COMPACTIONS: &str = "matkv_arena_compactions_total";
     /// Chunks materialized by ingest.
     pub const MATERIALIZED: &str = "matkv_chunks_materialized_total";
     /// Slots held by requests; 0 at rest.

@@ -13,6 +13,7 @@ enum Message {
     Ready(String),
     Status(String),
     Stopping(String),
+    Extend(Duration),
     Alive,
 }
 
@@ -38,6 +39,10 @@ fn write(message: &Message) {
         Message::Ready(s) => sd_notify::notify(&[NotifyState::Ready, NotifyState::Status(s)]),
         Message::Status(s) => sd_notify::notify(&[NotifyState::Status(s)]),
         Message::Stopping(s) => sd_notify::notify(&[NotifyState::Stopping, NotifyState::Status(s)]),
+        Message::Extend(time) => {
+            let microseconds = u32::try_from(time.as_micros()).unwrap_or(u32::MAX);
+            sd_notify::notify(&[NotifyState::ExtendTimeoutUsec(microseconds)])
+        }
         Message::Alive => sd_notify::notify(&[NotifyState::Watchdog]),
     };
     if let Err(e) = told {
@@ -58,6 +63,11 @@ pub fn status(status: &str) {
 /// The process is about to end.
 pub fn stopping(status: &str) {
     tell(Message::Stopping(status.into()));
+}
+
+/// A stop takes up to this long, whatever the unit says.
+pub fn extend(time: Duration) {
+    tell(Message::Extend(time));
 }
 
 /// Every thread gets on.
