@@ -156,6 +156,8 @@ async fn heals(server: &Server, damage: &Damage, id: &str, other: &str) {
     assert_eq!(server.status().await.quarantined, quarantined + 1, "{case}");
     let kept = quarantine(server).iter().any(|p| p.to_string_lossy().contains(id));
     assert!(kept, "{case}: the damaged file is not kept");
+    // It is put back behind the request's back.
+    server.at_rest().await;
     assert!(std::fs::read(&path).expect("a new file") == healthy, "{case}: other bytes");
 }
 
@@ -197,7 +199,8 @@ async fn wanted_twice(server: &Server, id: &str) {
     let (first, second) = tokio::join!(server.ask(request), server.ask(warm));
     assert_same("first of two", &expected, &first);
     assert_same("second of two", &expected, &second);
-    // The new file is used.
+    // The new file is used, once it is there.
+    server.at_rest().await;
     let again = server.ask(again).await;
     assert_eq!(again.sources(), ["flash"]);
     assert_same("once more", &expected, &again);
@@ -215,6 +218,7 @@ async fn deleted(server: &Server, id: &str) {
     let reply = server.ask(cold(id)).await;
     assert_same("deleted", &expected, &reply);
     assert_eq!(reply.sources(), ["computed"]);
+    server.at_rest().await;
     assert!(std::fs::read(&path).expect("a new file") == healthy);
     let after = server.status().await;
     assert_eq!(after.quarantined, before.quarantined);

@@ -252,6 +252,7 @@ async fn the_self_test_repairs_its_own_chunk() {
     std::fs::write(file, bad).expect("writable");
     let server = Server::start_in(home, &[]).await;
     assert_same(&before, &server.ask(request()).await);
+    server.at_rest().await;
     assert_eq!(std::fs::read(file).expect("readable"), good, "computed and stored again");
     assert!(metric(&server.status().await.metrics, "matkv_chunks_quarantined_total") >= 1.0);
     server.stop().await;

@@ -494,7 +494,7 @@ impl<W: World> Load<W> {
                 if demanded {
                     let source = ChunkSource::Computed;
                     if compiled.store {
-                        self.world.store_again(&chunk);
+                        self.world.store_again(Lease::new(Arc::clone(&chunk), &self.arena));
                     }
                     self.loaded(chunk, source);
                 } else {

@@ -9,12 +9,11 @@ use matkv_actors::{Pulse, StopFlag};
 use matkv_sys::{ReadDone, ReadEngine, ReadRequest, SlotMut};
 use matkv_types::ChunkId;
 
-use crate::arena::ChunkSlot;
 use crate::compile::{CompileJob, Compiled};
 use crate::core::Core;
 use crate::flash::{Unusable, open_chunk};
 use crate::load::Load;
-use crate::request::Resident;
+use crate::request::{Lease, Resident};
 use crate::world::{LoadMessage, World};
 
 /// How soon a request whose client has gone stops waiting for memory.
@@ -29,6 +28,7 @@ pub(crate) struct Process {
     pub prefill: Sender<Box<Resident>>,
     pub compile: Sender<CompileJob>,
     pub background: Sender<CompileJob>,
+    pub store: Sender<Lease>,
 }
 
 impl World for Process {
@@ -74,14 +74,37 @@ impl World for Process {
         self.core.quarantine(id);
     }
 
-    fn store_again(&mut self, chunk: &ChunkSlot) {
-        let (core, id) = (&self.core, chunk.id());
+    fn store_again(&mut self, chunk: Lease) {
+        if let Err(TrySendError::Full(lease)) = self.store.try_send(chunk) {
+            // It is recomputed, and stored, another time.
+            tracing::debug!(
+                "chunk {}: recomputed, not stored: the device is busy",
+                lease.chunk().id()
+            );
+        }
+    }
+}
+
+/// Recomputed chunks waiting for the device; each holds its slot.
+pub(crate) const STORES_MAX: usize = 8;
+
+/// The `store` thread: puts recomputed chunks back on flash, so that nobody waits for the device.
+pub(crate) fn store(core: &Core, leases: &Receiver<Lease>, stopped: &Receiver<()>) {
+    loop {
+        let lease = select_biased! {
+            recv(stopped) -> _ => return,
+            recv(leases) -> lease => match lease {
+                Ok(lease) => lease,
+                Err(_) => return,
+            },
+        };
+        let id = lease.chunk().id();
         let known = core.store.read().and_then(|r| r.chunk(&id));
         if !known.is_ok_and(|c| c.is_some()) && id != core.self_test.id {
             // Its document has been deleted meanwhile.
-            return;
+            continue;
         }
-        if let Err(e) = core.files_of(&id).write(&id, chunk.file()) {
+        if let Err(e) = core.files_of(&id).write(&id, lease.chunk().file()) {
             tracing::warn!("chunk {id}: recomputed, but not stored: {e}");
         }
     }

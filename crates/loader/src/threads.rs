@@ -16,8 +16,8 @@ use crate::error::LoaderError;
 use crate::gateway::{Gateway, Tracing};
 use crate::ingest::{self, IngestSession};
 use crate::load::Load;
-use crate::load_thread::{self, LoadChannels, Process};
-use crate::request::Resident;
+use crate::load_thread::{self, LoadChannels, Process, STORES_MAX};
+use crate::request::{Lease, Resident};
 use crate::retrieve::{self, Incoming};
 use crate::run::Opened;
 use crate::session::Sessions;
@@ -59,6 +59,8 @@ struct Channels {
     chunks: (Sender<CompileJob>, Receiver<CompileJob>),
     /// The next chunk of an ingest.
     background: (Sender<CompileJob>, Receiver<CompileJob>),
+    /// Recomputed chunks: what waits here holds memory, and one too many is not stored.
+    store: (Sender<Lease>, Receiver<Lease>),
 }
 
 impl Channels {
@@ -72,6 +74,7 @@ impl Channels {
             requests: bounded(WORK_MAX),
             chunks: bounded(LOADS_MAX),
             background: bounded(1),
+            store: bounded(STORES_MAX),
         }
     }
 }
@@ -96,7 +99,7 @@ fn engine(
 
 /// Connects everything.
 pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, LoaderError> {
-    let Channels { retrieve, ingest, load, reads, compiled, requests, chunks, background } =
+    let Channels { retrieve, ingest, load, reads, compiled, requests, chunks, background, store } =
         Channels::new(config);
     let engine = engine(config, &opened.segment, reads.0)?;
     let sessions = Arc::new(Sessions::default());
@@ -142,10 +145,12 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         prefill: requests.0,
         compile: chunks.0,
         background: background.0,
+        store: store.0,
     };
     let machine = Load::new(core.spec.clone(), &core.arena, prefix, process);
     let loading = Loading { machine, channels, resident };
-    let specs = specs(opened, loading, compute, session, retrieve.1, ingest.1, &load.0);
+    let inlets = Inlets { incoming: retrieve.1, ingests: ingest.1, stores: store.1 };
+    let specs = specs(opened, loading, compute, session, inlets, &load.0);
     Ok(Threads { specs, gateway })
 }
 
@@ -156,6 +161,13 @@ struct Loading {
     resident: Arc<AtomicU64>,
 }
 
+/// Where the threads that can be restarted get their work.
+struct Inlets {
+    incoming: Receiver<Incoming>,
+    ingests: Receiver<IngestSession>,
+    stores: Receiver<Lease>,
+}
+
 /// What `load` and `compute` hold cannot be rebuilt after a panic (slots, replies), so the process
 /// ends then and `matkv up`, or the service manager, starts both again. `retrieve` and `ingest`
 /// hold one request each, which fails; they are restarted.
@@ -164,11 +176,12 @@ fn specs(
     load: Loading,
     compute: Compute,
     session: SessionThread,
-    incoming: Receiver<Incoming>,
-    ingests: Receiver<IngestSession>,
+    inlets: Inlets,
     to_load: &Sender<LoadMessage>,
 ) -> Vec<ThreadSpec> {
+    let Inlets { incoming, ingests, stores } = inlets;
     let (retriever, ingester) = (Arc::clone(&opened.core), Arc::clone(&opened.core));
+    let storer = Arc::clone(&opened.core);
     let (from_retrieve, from_ingest) = (to_load.clone(), to_load.clone());
     let load = std::sync::Mutex::new(load);
     let Opened { pool, segment: keep, .. } = opened;
@@ -189,7 +202,11 @@ fn specs(
             retrieve::run(&retriever, &incoming, &from_retrieve, &stopped(&stop), pulse);
             Ok(())
         }),
-        // It waits for a device that may hang while the arena still serves: not watched.
+        // These wait for a device that may hang while the arena still serves: not watched.
+        ThreadSpec::new("store", Policy::Restart { times: 100 }, move |stop, _| {
+            load_thread::store(&storer, &stores, &stopped(&stop));
+            Ok(())
+        }),
         ThreadSpec::new("ingest", Policy::Restart { times: 100 }, move |stop, _| {
             ingest::run(&ingester, &ingests, &from_ingest, &stopped(&stop));
             Ok(())

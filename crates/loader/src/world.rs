@@ -6,7 +6,6 @@ use crossbeam::channel::Sender;
 use matkv_sys::SlotMut;
 use matkv_types::ChunkId;
 
-use crate::arena::ChunkSlot;
 use crate::compile::CompileJob;
 use crate::flash::Unusable;
 use crate::request::{Lease, Planned, Resident};
@@ -65,8 +64,9 @@ pub trait World {
     /// Keeps a chunk's file aside.
     fn quarantine(&mut self, id: &ChunkId);
 
-    /// Puts a recomputed chunk back on flash, if it is still wanted there.
-    fn store_again(&mut self, chunk: &ChunkSlot);
+    /// Puts a recomputed chunk back on flash, if it is still wanted there. Does not wait for the
+    /// device.
+    fn store_again(&mut self, chunk: Lease);
 }
 
 /// Chunks being read or computed for requests; the completion channels have room for all.

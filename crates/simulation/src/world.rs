@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io::{Error, ErrorKind};
 
-use matkv_loader_core::machine::{ChunkSlot, CompileJob, Resident, Unusable, World};
+use matkv_loader_core::machine::{CompileJob, Lease, Resident, Unusable, World};
 use matkv_sys::{ReadDone, SlotMut};
 use matkv_types::ChunkId;
 
@@ -139,7 +139,7 @@ impl World for SimWorld {
         self.quarantined += u64::from(self.disk.remove(id).is_some());
     }
 
-    fn store_again(&mut self, chunk: &ChunkSlot) {
-        self.write(chunk.id(), chunk.file());
+    fn store_again(&mut self, chunk: Lease) {
+        self.write(chunk.chunk().id(), chunk.chunk().file());
     }
 }
