@@ -44,7 +44,7 @@ pub(crate) async fn follow(
     limit: Duration,
 ) {
     // There is always room for the last word.
-    let Ok(last) = client.clone().try_reserve_owned() else { return };
+    let Ok(last) = client.clone().try_reserve_owned() else { return state.cancel() };
     let ends = tokio::time::Instant::from_std(state.received + limit);
     let told = tell(core, Arc::clone(&state), sampling, client.clone());
     if tokio::time::timeout_at(ends, told).await.is_err() {
