@@ -7,8 +7,12 @@ command -v systemd-analyze >/dev/null && command -v systemd-socket-activate >/de
 	missing+=(systemd)
 [ ${#missing[@]} -gt 0 ] || exit 0
 echo "installing ${missing[*]}"
-${SUDO-} apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null ||
-	{ ${SUDO-} apt-get update -qq && ${SUDO-} apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null; } || {
+install() {
+	${SUDO-} env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+		"${missing[@]}" >/dev/null
+}
+# The second time with fresh lists: a new machine has none.
+install || { ${SUDO-} apt-get update -qq && install; } || {
 	echo "missing: apt-get install ${missing[*]} (set SUDO=sudo if that needs it)" >&2
 	exit 1
 }
