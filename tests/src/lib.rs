@@ -20,6 +20,6 @@ pub use process::{
     Output, Running, children, descriptors, is_alive, program, run_with_input, segments, signal,
 };
 pub use reply::{Reply, ask, metric, open, question, read, same_logits};
-pub use separate::{Manager, ready, service, start, variables};
+pub use separate::{Manager, at_rest, ready, service, start, variables};
 pub use server::{Home, Server};
 pub use wait::{DEADLINE, until};

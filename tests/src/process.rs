@@ -30,15 +30,21 @@ pub fn program(name: &str) -> PathBuf {
     path
 }
 
-/// `matkv` with exactly these settings, whatever the environment of the tests says.
-pub(crate) fn matkv(settings: &[String]) -> Command {
-    let mut command = Command::new(program("matkv"));
+/// A program of the workspace that takes nothing from the environment of the tests.
+pub(crate) fn isolated(name: &str) -> Command {
+    let mut command = Command::new(program(name));
     for (name, _) in std::env::vars_os() {
         if name.to_string_lossy().starts_with("MATKV_") && name != "MATKV_ISA" {
             command.env_remove(name);
         }
     }
     command.env("XDG_DATA_HOME", "/nonexistent").env("XDG_RUNTIME_DIR", "/nonexistent");
+    command
+}
+
+/// `matkv` with exactly these settings.
+pub(crate) fn matkv(settings: &[String]) -> Command {
+    let mut command = isolated("matkv");
     for setting in settings {
         command.args(["--set", setting]);
     }

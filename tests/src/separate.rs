@@ -8,14 +8,18 @@ use std::time::{Duration, Instant};
 use matkv_api::Client;
 use matkv_api::v1::GetStatusResponse;
 
-use crate::process::{Running, program};
+use crate::process::{Running, isolated};
 use crate::server::Home;
 use crate::wait::{DEADLINE, until};
 
 /// A program with these directories and settings, told everything by its environment.
+///
+/// # Panics
+/// If the runtime directory cannot be made.
 pub fn service(home: &Home, name: &str, settings: &[&str]) -> Command {
-    let mut command = Command::new(program(name));
-    configure(&mut command, home, settings);
+    std::fs::create_dir_all(home.runtime()).expect("a runtime directory");
+    let mut command = isolated(name);
+    command.envs(variables(home, settings));
     command
 }
 
@@ -27,17 +31,6 @@ pub fn variables(home: &Home, settings: &[&str]) -> Vec<(String, String)> {
         all.push((format!("MATKV_{}", key.replace('.', "_").to_uppercase()), value.to_owned()));
     }
     all
-}
-
-fn configure(command: &mut Command, home: &Home, settings: &[&str]) {
-    for (name, _) in std::env::vars_os() {
-        if name.to_string_lossy().starts_with("MATKV_") && name != "MATKV_ISA" {
-            command.env_remove(name);
-        }
-    }
-    command.env("XDG_DATA_HOME", "/nonexistent").env("XDG_RUNTIME_DIR", "/nonexistent");
-    std::fs::create_dir_all(home.runtime()).expect("a runtime directory");
-    command.envs(variables(home, settings));
 }
 
 /// Starts a program whose output is kept.
@@ -53,6 +46,17 @@ pub async fn ready(home: &Home) -> (Client, GetStatusResponse) {
         let status = client.get_status(matkv_api::v1::GetStatusRequest {}).await.ok()?;
         let status = status.into_inner();
         (status.state == "ready").then_some((client, status))
+    })
+    .await
+}
+
+/// Waits until requests hold nothing.
+pub async fn at_rest(client: &Client) -> GetStatusResponse {
+    until("nothing is held", async || {
+        let status = client.clone().get_status(matkv_api::v1::GetStatusRequest {}).await;
+        let s = status.expect("a status").into_inner();
+        let busy = s.held_slots + s.requests_running + s.requests_waiting;
+        (busy == 0).then_some(s)
     })
     .await
 }

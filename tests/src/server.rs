@@ -12,6 +12,7 @@ use tonic::Status;
 use crate::ingest::{Ingest, Ingested};
 use crate::process::{self, Output, Running, is_alive, profile_dir, run_with_input, signal};
 use crate::reply::{Reply, ask};
+use crate::separate::at_rest;
 use crate::wait::until;
 
 /// Settings of every server here; a test's own come after them.
@@ -240,12 +241,7 @@ impl Server {
 
     /// Waits until requests hold nothing.
     pub async fn at_rest(&self) -> GetStatusResponse {
-        until("nothing is held", async || {
-            let s = self.status().await;
-            let busy = s.held_slots + s.requests_running + s.requests_waiting;
-            (busy == 0).then_some(s)
-        })
-        .await
+        at_rest(&self.client).await
     }
 
     /// An answer.

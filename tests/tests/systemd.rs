@@ -5,11 +5,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use matkv_api::Client;
 use matkv_api::v1::{GenerateRequest, GetStatusRequest};
 use matkv_tests::{
-    Home, Ingest, Manager, Running, ask, is_alive, question, ready, run_with_input, service,
-    signal, start, text, until, variables,
+    Home, Ingest, Manager, Running, ask, at_rest, is_alive, question, ready, run_with_input,
+    service, signal, start, text, until, variables,
 };
 use tempfile::TempDir;
 
@@ -71,15 +70,6 @@ fn units_are_verified_and_hardened() {
 fn request() -> GenerateRequest {
     let document_ids = vec!["log".into()];
     GenerateRequest { document_ids, ..question("Who crossed the narrow bridge?") }
-}
-
-/// Waits until requests hold nothing.
-async fn at_rest(client: &Client) {
-    until("nothing is held", async || {
-        let status = client.clone().get_status(GetStatusRequest {}).await.ok()?.into_inner();
-        (status.held_slots + status.requests_running == 0).then_some(())
-    })
-    .await;
 }
 
 async fn ended(mut process: Running) -> Option<i32> {

@@ -44,6 +44,13 @@ impl Pending {
     fn holds(&self) -> bool {
         self.own.is_some() || self.leases.iter().any(Option::is_some)
     }
+
+    /// What it holds comes back before its client is told.
+    fn end(self: Box<Self>, outcome: Result<FinishReason, RequestError>) {
+        let state = Arc::clone(&self.planned.state);
+        drop(self);
+        state.end(outcome);
+    }
 }
 
 /// Who waits for memory, in order of arrival.
@@ -171,10 +178,7 @@ impl<W: World> Load<W> {
     pub fn stop(&mut self) {
         for pending in self.waiting.drain(..) {
             if let Waiting::Request(pending) = pending {
-                let state = Arc::clone(&pending.planned.state);
-                drop(pending);
-                let reason = "the loader is stopping".into();
-                state.end(Err(RequestError::Unavailable(reason)));
+                pending.end(Err(RequestError::Unavailable("the loader is stopping".into())));
             }
         }
         // Whoever waits for a chunk hears that none will come.
@@ -274,9 +278,7 @@ impl<W: World> Load<W> {
         self.waiting = stay;
         for waiting in gone {
             if let Waiting::Request(request) = waiting {
-                let state = Arc::clone(&request.planned.state);
-                drop(request);
-                state.end(Ok(FinishReason::Cancelled));
+                request.end(Ok(FinishReason::Cancelled));
             }
         }
     }
@@ -315,9 +317,7 @@ impl<W: World> Load<W> {
         } else if stuck {
             // Nothing under way could ever free memory for it.
             let reason = "the arena is too fragmented for this request; raise arena.size";
-            let state = Arc::clone(&request.planned.state);
-            drop(request);
-            state.end(Err(RequestError::Exhausted(reason.into())));
+            request.end(Err(RequestError::Exhausted(reason.into())));
             None
         } else {
             Some(Waiting::Request(request))
@@ -331,9 +331,13 @@ impl<W: World> Load<W> {
         request.compacted = true;
         request.leases.iter_mut().for_each(|l| *l = None);
         self.cache.evict_unpinned();
+        self.take_own_slot(request);
+        self.advance(request)
+    }
+
+    fn take_own_slot(&mut self, request: &mut Pending) {
         let bytes = own_slot_bytes(&self.spec, &request.planned);
         request.own = self.cache.allocate(&self.arena, bytes).map(OwnSlot::new);
-        self.advance(request)
     }
 
     /// Gives a chunk of an ingest its slot; gives it back if it must wait.
@@ -409,8 +413,7 @@ impl<W: World> Load<W> {
             }
         }
         if request.own.is_none() {
-            let bytes = own_slot_bytes(&self.spec, &request.planned);
-            request.own = self.cache.allocate(&self.arena, bytes).map(OwnSlot::new);
+            self.take_own_slot(request);
         }
         request.own.is_some()
     }
@@ -526,9 +529,7 @@ impl<W: World> Load<W> {
         for waiting in std::mem::take(&mut self.waiting) {
             match waiting {
                 Waiting::Request(request) if waits(&request) => {
-                    let state = Arc::clone(&request.planned.state);
-                    drop(request);
-                    state.end(Err(RequestError::Internal(reason.to_owned())));
+                    request.end(Err(RequestError::Internal(reason.to_owned())));
                 }
                 other => self.waiting.push_back(other),
             }

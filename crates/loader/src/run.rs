@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use matkv_config::Config;
-use matkv_model::{LanguageModel, PULLABLE, PromptTexts, model_path};
+use matkv_model::{LanguageModel, ModelHeader, PULLABLE, PromptTexts, model_path};
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
 use matkv_store::Store;
@@ -71,12 +71,12 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let runtime_lock = FileLock::acquire(&config.runtime_dir.join("LOCK"))?;
     sweep(&config.runtime_dir);
     // Both processes open the model at the same time. What is wrong with it is said first, once.
-    LanguageModel::check(&path)?;
+    let header = ModelHeader::read(&path)?;
     let child = options.spawn_decoder.map(DecoderChild::start);
     let (model, embedder) = std::thread::scope(|scope| {
         let directory = embedder_path.parent().unwrap_or(Path::new("."));
         let embedder = scope.spawn(|| Embedder::open(directory));
-        (LanguageModel::open(&path, Some(&config.cache_dir)), embedder.join())
+        (LanguageModel::load(header, Some(&config.cache_dir)), embedder.join())
     });
     let model = Arc::new(model?);
     let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;

@@ -39,22 +39,40 @@ pub struct LanguageModel {
     isa: Isa,
 }
 
-impl LanguageModel {
-    /// Whether a file is a model that can be opened, as far as its header says: quick.
+/// A model file whose header can be served: known before its weights are read.
+pub struct ModelHeader<'p> {
+    path: &'p Path,
+    gguf: Gguf,
+    config: LlamaConfig,
+}
+
+impl<'p> ModelHeader<'p> {
+    /// Reads the header: quick.
     ///
     /// # Errors
-    /// As [`Self::open`].
-    pub fn check(path: &Path) -> Result<()> {
-        LlamaConfig::read(&mut Gguf::open(path)?).map(|_| ())
+    /// If the file cannot be read, is not a Llama model, or is refused.
+    pub fn read(path: &'p Path) -> Result<Self> {
+        let mut gguf = Gguf::open(path)?;
+        let config = LlamaConfig::read(&mut gguf)?;
+        Ok(Self { path, gguf, config })
     }
+}
 
+impl LanguageModel {
     /// Opens a GGUF file: refuses what cannot be served exactly, then loads and packs weights.
     ///
     /// # Errors
     /// If the file cannot be read, is not a Llama model, or is refused.
     pub fn open(path: &Path, cache: Option<&Path>) -> Result<Self> {
-        let mut gguf = Gguf::open(path)?;
-        let config = LlamaConfig::read(&mut gguf)?;
+        Self::load(ModelHeader::read(path)?, cache)
+    }
+
+    /// Opens the rest of a file whose header has been read.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn load(header: ModelHeader<'_>, cache: Option<&Path>) -> Result<Self> {
+        let ModelHeader { path, mut gguf, config } = header;
         let tokenizer = TextTokenizer::read(&gguf)?;
         if tokenizer.vocab_size() > config.vocab {
             return Err(ModelError::refused(format!(

@@ -25,7 +25,7 @@ pub use detokenize::{Detokenizer, StopFilter};
 pub use digest::file_digest;
 pub use error::{ModelError, Result};
 pub use forward::{ForwardRow, Segment, Source, Step};
-pub use language_model::{LanguageModel, PromptTexts};
+pub use language_model::{LanguageModel, ModelHeader, PromptTexts};
 pub use prompt::{Message, Role};
 pub use pull::{PULLABLE, PullProgress, Pullable, model_path, pull, pulled};
 pub use sampling::{Sampler, greedy};
