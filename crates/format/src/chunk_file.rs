@@ -1,12 +1,15 @@
-//! Sealing a filled slot into a chunk file, and verifying a read one.
+//! Writing chunk files from rows, verifying read ones, and changing their encoding.
 
+use std::cell::RefCell;
 use std::ops::Range;
 
-use matkv_types::{ChunkId, Encoding, Fingerprint, KvLayout, KvShape, PAGE_BYTES};
+use matkv_types::{
+    ChunkId, Codec, Encoding, Fingerprint, KvDtype, KvLayout, KvShape, PAGE_BYTES, align_up,
+};
 
 use crate::error::FormatError;
-use crate::padding;
-use crate::superblock::{LAYERS_MAX, Superblock};
+use crate::superblock::{EXTENT_ALIGN, LAYERS_MAX, Superblock};
+use crate::{lossless, padding, quantize};
 
 /// What a file must be to be used.
 #[derive(Debug, Clone)]
@@ -27,64 +30,157 @@ pub struct Expectation<'a> {
 pub struct ChunkFile;
 
 impl ChunkFile {
-    /// Bytes of a file with these rows.
-    pub fn len(shape: KvShape, encoding: Encoding, rows: usize) -> usize {
-        Superblock::kv_offset(rows) + KvLayout::new(shape, encoding.dtype, rows).total_bytes()
+    /// Bytes of an uncompressed file with these rows.
+    pub fn len(shape: KvShape, dtype: KvDtype, rows: usize) -> usize {
+        Superblock::kv_offset(rows) + KvLayout::new(shape, dtype, rows).total_bytes()
     }
 
-    /// Where the KV section lies in such a file.
-    pub fn kv_range(shape: KvShape, encoding: Encoding, rows: usize) -> Range<usize> {
-        Superblock::kv_offset(rows)..Self::len(shape, encoding, rows)
+    /// Where the KV section lies in an uncompressed file.
+    pub fn kv_range(shape: KvShape, dtype: KvDtype, rows: usize) -> Range<usize> {
+        Superblock::kv_offset(rows)..Self::len(shape, dtype, rows)
     }
 
-    /// Completes a slot whose KV section has been filled: zeroes padding, writes token ids and
+    /// Completes a slot whose KV section holds bf16 rows: zeroes padding, writes token ids and
     /// superblock. The first [`Self::len`] bytes are then the file.
     ///
     /// # Errors
     /// If the slot is too small or the model too deep for a superblock.
-    pub fn seal(
-        slot: &mut [u8],
+    pub fn seal(slot: &mut [u8], expect: &Expectation<'_>) -> Result<Superblock, FormatError> {
+        let layout = layout(slot.len(), expect, KvDtype::Bf16)?;
+        let kv = Self::kv_range(expect.shape, KvDtype::Bf16, layout.rows);
+        padding::zero(&mut slot[kv], &layout);
+        Ok(finish(slot, expect, &layout))
+    }
+
+    /// Writes an uncompressed file of another row type from a KV section of bf16 rows, whose
+    /// padding it zeroes.
+    ///
+    /// # Errors
+    /// As [`Self::seal`].
+    pub fn encode(
+        rows: &mut [u8],
+        out: &mut [u8],
         expect: &Expectation<'_>,
-        encoding: Encoding,
+        dtype: KvDtype,
     ) -> Result<Superblock, FormatError> {
-        let (rows, shape) = (expect.tokens.len(), expect.shape);
-        let len = Self::len(shape, encoding, rows);
-        if rows == 0 {
-            let (expected, found) = ("at least 1".into(), "0".into());
-            return Err(FormatError::Field { field: "rows", expected, found });
+        let to = layout(out.len(), expect, dtype)?;
+        let from = KvLayout::new(expect.shape, KvDtype::Bf16, to.rows);
+        if rows.len() != from.total_bytes() {
+            return Err(FormatError::Length { expected: from.total_bytes(), found: rows.len() });
         }
-        if slot.len() < len {
-            return Err(FormatError::Length { expected: len, found: slot.len() });
+        padding::zero(rows, &from);
+        let kv = Self::kv_range(expect.shape, dtype, to.rows);
+        if dtype == KvDtype::Bf16 {
+            out[kv].copy_from_slice(rows);
+        } else {
+            let layers = rows.chunks_exact(from.layer_stride());
+            for (source, target) in layers.zip(out[kv].chunks_exact_mut(to.layer_stride())) {
+                quantize::encode_layer(source, target, &to);
+            }
         }
-        if shape.layers > LAYERS_MAX {
-            return Err(FormatError::Field {
-                field: "layers",
-                expected: format!("at most {LAYERS_MAX}"),
-                found: shape.layers.to_string(),
-            });
+        Ok(finish(out, expect, &to))
+    }
+
+    /// A compressed twin of an uncompressed file, padded to whole pages.
+    ///
+    /// # Errors
+    /// If the codec fails, or the file is compressed already or shorter than it says.
+    pub fn compress(
+        file: &[u8],
+        found: &Superblock,
+        codec: Codec,
+        level: i32,
+    ) -> Result<Vec<u8>, FormatError> {
+        let len = found.file_len();
+        if found.encoding.codec != Codec::None || file.len() < len {
+            return Err(FormatError::Length { expected: len, found: file.len() });
         }
-        let kv = Superblock::kv_offset(rows);
-        let layout = KvLayout::new(shape, encoding.dtype, rows);
-        padding::zero(&mut slot[kv..len], &layout);
-        slot[PAGE_BYTES..kv].fill(0);
-        for (bytes, token) in slot[PAGE_BYTES..kv].chunks_exact_mut(4).zip(expect.tokens) {
-            bytes.copy_from_slice(&token.to_le_bytes());
+        let kv = Superblock::kv_offset(found.rows);
+        let mut out = file[..kv].to_vec();
+        let mut superblock = found.clone();
+        superblock.encoding.codec = codec;
+        superblock.extent_checksums.clear();
+        superblock.extent_bytes.clear();
+        for extent in found.extents() {
+            let stored = lossless::compress(&file[extent], &found.layout(), codec, level)?;
+            superblock.extent_checksums.push(crc32c::crc32c(&stored));
+            superblock.extent_bytes.push(stored.len() as u32);
+            out.resize(align_up(out.len(), EXTENT_ALIGN), 0);
+            out.extend_from_slice(&stored);
         }
-        let superblock = Superblock {
-            fingerprint: expect.fingerprint,
-            chunk_id: expect.chunk_id,
-            encoding,
-            shape,
-            rows,
-            base_position: expect.base_position,
-            token_checksum: crc32c::crc32c(&slot[PAGE_BYTES..kv]),
-            extent_checksums: slot[kv..len]
-                .chunks_exact(layout.layer_stride())
-                .map(crc32c::crc32c)
-                .collect(),
-        };
-        slot[..PAGE_BYTES].copy_from_slice(&superblock.encode());
-        Ok(superblock)
+        out.resize(align_up(out.len(), PAGE_BYTES), 0);
+        if codec == Codec::None {
+            out.truncate(len);
+        }
+        out[..PAGE_BYTES].copy_from_slice(&superblock.encode());
+        Ok(out)
+    }
+
+    /// Writes one layer of a verified file in its arena form.
+    ///
+    /// # Errors
+    /// If the codec cannot restore it.
+    ///
+    /// # Panics
+    /// If `target` is not one layer of the arena form.
+    pub fn restore_layer(
+        file: &[u8],
+        found: &Superblock,
+        layer: usize,
+        target: &mut [u8],
+    ) -> Result<(), FormatError> {
+        let Some(extent) = found.extents().nth(layer) else { return Ok(()) };
+        let (stored, codec, from) = (&file[extent], found.encoding.codec, found.layout());
+        if found.encoding.dtype.in_arena() == found.encoding.dtype {
+            return lossless::decompress(stored, &from, codec, target);
+        }
+        SCRATCH.with(|scratch| {
+            let mut scratch = scratch.borrow_mut();
+            scratch.resize(from.layer_stride(), 0);
+            lossless::decompress(stored, &from, codec, &mut scratch)?;
+            quantize::decode_layer(&scratch, &from, target);
+            Ok(())
+        })
+    }
+
+    /// The same chunk in another encoding. Only rows of a narrower type lose anything.
+    ///
+    /// # Errors
+    /// If the file cannot be restored or the codec fails.
+    pub fn transcode(
+        file: &[u8],
+        found: &Superblock,
+        expect: &Expectation<'_>,
+        to: Encoding,
+        level: i32,
+    ) -> Result<Vec<u8>, FormatError> {
+        let from = found.layout();
+        let mut image = vec![0; Self::len(found.shape, to.dtype, found.rows)];
+        let kv = Self::kv_range(found.shape, to.dtype, found.rows);
+        let mut layer = vec![0; from.layer_stride()];
+        let target = KvLayout::new(found.shape, to.dtype, found.rows);
+        let wide = KvLayout::new(found.shape, KvDtype::Bf16, found.rows);
+        let mut rows = vec![0; wide.layer_stride()];
+        let layers = image[kv].chunks_exact_mut(target.layer_stride());
+        for (extent, out) in found.extents().zip(layers) {
+            lossless::decompress(&file[extent], &from, found.encoding.codec, &mut layer)?;
+            if to.dtype == from.dtype {
+                out.copy_from_slice(&layer);
+                continue;
+            }
+            if from.dtype == KvDtype::Bf16 {
+                rows.copy_from_slice(&layer);
+            } else {
+                quantize::decode_layer(&layer, &from, &mut rows);
+            }
+            if to.dtype == KvDtype::Bf16 {
+                out.copy_from_slice(&rows);
+            } else {
+                quantize::encode_layer(&rows, out, &target);
+            }
+        }
+        let sealed = finish(&mut image, expect, &target);
+        Self::compress(&image, &sealed, to.codec, level)
     }
 
     /// Verifies every byte of a file that was read into a slot.
@@ -114,12 +210,75 @@ impl ChunkFile {
             let (expected, found) = ("the chunk's token ids".into(), "other token ids".into());
             return Err(FormatError::Field { field: "token ids", expected, found });
         }
-        let stride = found.layout().layer_stride();
-        for (i, extent) in bytes[kv..len].chunks_exact(stride).enumerate() {
-            checksum(&format!("layer {i}"), found.extent_checksums[i], extent)?;
+        let mut end = kv;
+        for (i, extent) in found.extents().enumerate() {
+            zeros(&bytes[end..extent.start])?;
+            end = extent.end;
+            if crc32c::crc32c(&bytes[extent.clone()]) != found.extent_checksums[i] {
+                checksum(&format!("layer {i}"), found.extent_checksums[i], &bytes[extent])?;
+            }
         }
+        zeros(&bytes[end..len])?;
         Ok(found)
     }
+}
+
+/// What lies between extents is defined too.
+fn zeros(bytes: &[u8]) -> Result<(), FormatError> {
+    if bytes.iter().all(|b| *b == 0) {
+        return Ok(());
+    }
+    let (expected, found) = ("zero".to_owned(), "something else".to_owned());
+    Err(FormatError::Field { field: "bytes between extents", expected, found })
+}
+
+/// The layout of a file that is about to be written.
+fn layout(have: usize, expect: &Expectation<'_>, dtype: KvDtype) -> Result<KvLayout, FormatError> {
+    let (rows, shape) = (expect.tokens.len(), expect.shape);
+    let len = ChunkFile::len(shape, dtype, rows);
+    if rows == 0 {
+        let (expected, found) = ("at least 1".into(), "0".into());
+        return Err(FormatError::Field { field: "rows", expected, found });
+    }
+    if have < len {
+        return Err(FormatError::Length { expected: len, found: have });
+    }
+    if shape.layers > LAYERS_MAX {
+        return Err(FormatError::Field {
+            field: "layers",
+            expected: format!("at most {LAYERS_MAX}"),
+            found: shape.layers.to_string(),
+        });
+    }
+    Ok(KvLayout::new(shape, dtype, rows))
+}
+
+/// Token ids and superblock of a file whose KV section is complete.
+fn finish(file: &mut [u8], expect: &Expectation<'_>, layout: &KvLayout) -> Superblock {
+    let kv = Superblock::kv_offset(layout.rows);
+    file[PAGE_BYTES..kv].fill(0);
+    for (bytes, token) in file[PAGE_BYTES..kv].chunks_exact_mut(4).zip(expect.tokens) {
+        bytes.copy_from_slice(&token.to_le_bytes());
+    }
+    let layers = file[kv..kv + layout.total_bytes()].chunks_exact(layout.layer_stride());
+    let superblock = Superblock {
+        fingerprint: expect.fingerprint,
+        chunk_id: expect.chunk_id,
+        encoding: Encoding::new(layout.dtype, Codec::None),
+        shape: layout.shape,
+        rows: layout.rows,
+        base_position: expect.base_position,
+        token_checksum: crc32c::crc32c(&file[PAGE_BYTES..kv]),
+        extent_checksums: layers.map(crc32c::crc32c).collect(),
+        extent_bytes: vec![layout.layer_stride() as u32; layout.shape.layers],
+    };
+    file[..PAGE_BYTES].copy_from_slice(&superblock.encode());
+    superblock
+}
+
+thread_local! {
+    /// One layer at rest, on its way to the arena.
+    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 fn matches<T: PartialEq + ToString>(

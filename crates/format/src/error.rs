@@ -1,5 +1,7 @@
 //! Why bytes are not the chunk file that was expected.
 
+use matkv_types::Codec;
+
 /// A difference between a file and what was expected of it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
@@ -44,5 +46,13 @@ pub enum FormatError {
         expected: String,
         /// What the file says.
         found: String,
+    },
+    /// A compressed extent cannot be restored, or a layer not compressed.
+    #[error("{codec}: {reason}")]
+    Codec {
+        /// Which codec.
+        codec: Codec,
+        /// What it said.
+        reason: String,
     },
 }

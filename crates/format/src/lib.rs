@@ -11,7 +11,10 @@
 
 mod chunk_file;
 mod error;
+mod fp8;
+mod lossless;
 mod padding;
+mod quantize;
 mod superblock;
 
 pub use chunk_file::{ChunkFile, Expectation};

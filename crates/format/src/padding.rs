@@ -1,10 +1,11 @@
 //! Zeroing what no row owns, so that the same chunk is the same bytes.
 
-use matkv_types::{KvLayout, TILE_ROWS};
+use matkv_types::{KvDtype, KvLayout, TILE_ROWS};
 
-/// Zeroes the rows that pad the last tile of every head, and the end of every layer.
+/// In a bf16 section, zeroes the rows that pad the last tile of every head, and the end of every layer.
 pub(crate) fn zero(section: &mut [u8], layout: &KvLayout) {
-    let (dim, bytes) = (layout.shape.head_dim, layout.dtype.bytes());
+    debug_assert!(layout.dtype == KvDtype::Bf16);
+    let (dim, bytes) = (layout.shape.head_dim, 2);
     for layer in 0..layout.shape.layers {
         let start = layout.k_offset(layer, 0);
         section[start + layout.layer_bytes()..start + layout.layer_stride()].fill(0);

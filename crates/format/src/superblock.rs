@@ -1,5 +1,7 @@
 //! The superblock: 4,096 bytes that say everything else about the file.
 
+use std::ops::Range;
+
 use matkv_types::{
     ChunkId, Codec, Digest, Encoding, Fingerprint, KvDtype, KvLayout, KvShape, LayoutId,
     PAGE_BYTES, align_up,
@@ -14,16 +16,23 @@ pub const FORMAT_VERSION: u32 = 1;
 
 /// Byte offset of the extent checksums.
 const CHECKSUMS_AT: usize = 192;
+/// Byte offset of the extents' stored lengths, where there is a codec.
+const LENGTHS_AT: usize = 2144;
 /// Byte offset of the superblock's own checksum.
 const OWN_CHECKSUM_AT: usize = PAGE_BYTES - 4;
 /// Layers a superblock has room for.
-pub(crate) const LAYERS_MAX: usize = (OWN_CHECKSUM_AT - CHECKSUMS_AT) / 4;
+pub(crate) const LAYERS_MAX: usize = (OWN_CHECKSUM_AT - LENGTHS_AT) / 4;
+/// Compressed extents begin at cache lines.
+pub(crate) const EXTENT_ALIGN: usize = 64;
 /// Bounds of what a file may say of its shape; each is far above any model's.
 const HEADS_MAX: usize = 1 << 12;
 const HEAD_DIM_MAX: usize = 1 << 12;
 const ROWS_MAX: usize = 1 << 24;
 
-const _: () = assert!(LAYERS_MAX >= 512, "room for the deepest known models");
+const _: () = assert!(
+    LAYERS_MAX >= 480 && LENGTHS_AT >= CHECKSUMS_AT + 4 * LAYERS_MAX,
+    "room for the deepest known models"
+);
 
 /// What a chunk file says about itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,8 +51,10 @@ pub struct Superblock {
     pub base_position: usize,
     /// CRC32C of the token section.
     pub token_checksum: u32,
-    /// CRC32C of each layer's extent.
+    /// CRC32C of each layer's extent, as stored.
     pub extent_checksums: Vec<u32>,
+    /// Stored bytes of each layer's extent: the layer stride where it is not compressed.
+    pub extent_bytes: Vec<u32>,
 }
 
 impl Superblock {
@@ -59,7 +70,20 @@ impl Superblock {
 
     /// Bytes of the whole file.
     pub fn file_len(&self) -> usize {
-        Self::kv_offset(self.rows) + self.layout().total_bytes()
+        let end = self.extents().last().map_or(Self::kv_offset(self.rows), |e| e.end);
+        align_up(end, PAGE_BYTES)
+    }
+
+    /// Where each layer's extent lies in the file. Uncompressed ones lie a layer stride apart,
+    /// compressed ones one after another.
+    pub fn extents(&self) -> impl Iterator<Item = Range<usize>> + '_ {
+        let mut next = Self::kv_offset(self.rows);
+        self.extent_bytes.iter().map(move |&bytes| {
+            let start = next;
+            let end = start + bytes as usize;
+            next = align_up(end, EXTENT_ALIGN);
+            start..end
+        })
     }
 
     /// Writes the superblock.
@@ -96,6 +120,12 @@ impl Superblock {
         debug_assert!(at <= CHECKSUMS_AT);
         for (i, sum) in self.extent_checksums.iter().enumerate() {
             out[CHECKSUMS_AT + 4 * i..CHECKSUMS_AT + 4 * i + 4].copy_from_slice(&sum.to_le_bytes());
+        }
+        if self.encoding.codec != Codec::None {
+            for (i, bytes) in self.extent_bytes.iter().enumerate() {
+                let at = LENGTHS_AT + 4 * i;
+                out[at..at + 4].copy_from_slice(&bytes.to_le_bytes());
+            }
         }
         let own = crc32c::crc32c(&out[..OWN_CHECKSUM_AT]);
         out[OWN_CHECKSUM_AT..].copy_from_slice(&own.to_le_bytes());
@@ -171,6 +201,20 @@ impl Superblock {
         let (kv_offset, stride, len) = (r.long(), r.long(), r.long());
         let mut sums = Reader { page: r.page, at: CHECKSUMS_AT };
         let extent_checksums = (0..shape.layers).map(|_| sums.word()).collect();
+        let whole = KvLayout::new(shape, encoding.dtype, rows).layer_stride();
+        if u32::try_from(whole).is_err() {
+            let (expected, found) = ("below 4 GiB".to_owned(), whole.to_string());
+            return Err(FormatError::Field { field: "layer stride", expected, found });
+        }
+        let mut lengths = Reader { page: r.page, at: LENGTHS_AT };
+        let extent_bytes: Vec<u32> = match encoding.codec {
+            Codec::None => vec![whole as u32; shape.layers],
+            _ => (0..shape.layers).map(|_| lengths.word()).collect(),
+        };
+        if let Some(bytes) = extent_bytes.iter().find(|b| **b == 0 || **b as usize > whole) {
+            let (expected, found) = (format!("1 to {whole}"), bytes.to_string());
+            return Err(FormatError::Field { field: "extent length", expected, found });
+        }
         let this = Self {
             fingerprint,
             chunk_id,
@@ -180,6 +224,7 @@ impl Superblock {
             base_position,
             token_checksum,
             extent_checksums,
+            extent_bytes,
         };
         field("KV offset", Self::kv_offset(rows) as u64, kv_offset)?;
         field("layer stride", this.layout().layer_stride() as u64, stride)?;

@@ -1,7 +1,7 @@
 //! A chunk file that is not exactly right is never used.
 
 use matkv_format::{ChunkFile, Expectation, FORMAT_VERSION, FormatError, Superblock};
-use matkv_types::{ChunkId, ContentId, Digest, Encoding, Fingerprint, KvShape, PAGE_BYTES};
+use matkv_types::{ChunkId, ContentId, Digest, Fingerprint, KvDtype, KvShape, PAGE_BYTES};
 use proptest::prelude::*;
 
 const SHAPE: KvShape = KvShape { layers: 3, kv_heads: 2, head_dim: 32 };
@@ -19,10 +19,10 @@ fn expect(tokens: &[u32]) -> Expectation<'_> {
 
 fn sample(rows: usize) -> Sample {
     let tokens: Vec<u32> = (0..rows as u32).map(|t| t * 77 + 5).collect();
-    let len = ChunkFile::len(SHAPE, Encoding::DEFAULT, rows);
+    let len = ChunkFile::len(SHAPE, KvDtype::Bf16, rows);
     // A recycled slot: garbage everywhere, sealing must not leave any of it.
     let mut bytes: Vec<u8> = (0..len + 4096).map(|i| (i * 131 % 251) as u8).collect();
-    ChunkFile::seal(&mut bytes, &expect(&tokens), Encoding::DEFAULT).unwrap();
+    ChunkFile::seal(&mut bytes, &expect(&tokens)).unwrap();
     bytes.truncate(len);
     Sample { tokens, bytes }
 }
@@ -41,9 +41,9 @@ fn round_trip() {
 fn the_same_rows_are_the_same_bytes() {
     let s = sample(300);
     let mut again: Vec<u8> = vec![0xee; s.bytes.len()];
-    let kv = ChunkFile::kv_range(SHAPE, Encoding::DEFAULT, 300);
+    let kv = ChunkFile::kv_range(SHAPE, KvDtype::Bf16, 300);
     again[kv.clone()].copy_from_slice(&s.bytes[kv]);
-    ChunkFile::seal(&mut again, &expect(&s.tokens), Encoding::DEFAULT).unwrap();
+    ChunkFile::seal(&mut again, &expect(&s.tokens)).unwrap();
     assert!(again == s.bytes);
 }
 

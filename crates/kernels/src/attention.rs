@@ -6,7 +6,7 @@
 
 use std::cell::RefCell;
 
-use matkv_types::{KvDtype, KvLayout, TILE_ROWS};
+use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, TILE_ROWS};
 use rayon::prelude::*;
 
 use crate::block::{BLOCK_ROWS, Block, Partial, Queries, attend_block, merge};
@@ -111,6 +111,7 @@ fn plan<'a>(g: &Geometry, job: AttentionJob<'a>) -> Plan<'a> {
         let same =
             shape.kv_heads == g.kv_heads && shape.head_dim == g.dim && g.layer < shape.layers;
         assert!(same, "segment {i}: another shape");
+        assert!(s.layout.dtype.in_arena() == s.layout.dtype, "segment {i}: not an arena form");
         assert!(s.section.len() >= s.layout.total_bytes(), "segment {i}: section too short");
         assert!(s.first_row + s.rows <= s.layout.rows, "segment {i}: rows past the slot's end");
         assert!((s.section.as_ptr() as usize).is_multiple_of(4), "segment {i}: misaligned");
@@ -155,12 +156,20 @@ fn block_partial(
         let below = (s.first_row + seen).saturating_sub(start).min(end);
         visible.extend(std::iter::repeat_n(below, g.group()));
     }
-    let bytes = s.layout.dtype.bytes();
-    let offset = start * g.dim * bytes;
+    let offset = s.layout.dtype.bytes_of(start * g.dim);
+    let (mut k_scales, mut v_scales) = (std::ptr::null(), std::ptr::null());
+    if s.layout.dtype == KvDtype::Int8 {
+        let groups = s.layout.k_scale_offset(g.layer, kv_head) + start / GROUP_ROWS * g.dim * 2;
+        k_scales = s.section[groups..].as_ptr().cast();
+        v_scales = s.section[s.layout.v_scale_offset(g.layer, kv_head) + start * 2..].as_ptr().cast();
+    }
     let block = Block {
         k: s.section[s.layout.k_offset(g.layer, kv_head) + offset..].as_ptr(),
         v: s.section[s.layout.v_offset(g.layer, kv_head) + offset..].as_ptr(),
-        wide: s.layout.dtype == KvDtype::F32,
+        dtype: s.layout.dtype,
+        k_scales,
+        v_scales,
+        phase: start % GROUP_ROWS,
         lo,
         hi: end,
     };

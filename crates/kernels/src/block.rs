@@ -4,6 +4,10 @@
 //! with others by [`merge`] in block order. Blocks are the unit of bit-exactness: where they
 //! start is decided by row numbers in the slot, never by threads or neighbours.
 
+use std::ops::Range;
+
+use matkv_types::{GROUP_ROWS, KvDtype, bf16_to_f32};
+
 use crate::elem::Elem;
 use crate::isa::dispatch;
 use crate::lanes::{LANES, Lanes};
@@ -19,8 +23,14 @@ pub(crate) struct Block {
     pub k: *const u8,
     /// V of the block's first row.
     pub v: *const u8,
-    /// Elements are f32, not bf16.
-    pub wide: bool,
+    /// Element type: f32, bf16 or int8.
+    pub dtype: KvDtype,
+    /// int8: K scales `[group][dim]`, the block's first row being in the first group.
+    pub k_scales: *const u16,
+    /// int8: V scales, one a row, from the block's first row on.
+    pub v_scales: *const u16,
+    /// int8: rows of the first group that lie before the block.
+    pub phase: usize,
     /// Rows before `lo` do not belong to the segment.
     pub lo: usize,
     /// Rows from `hi` on do not belong to the segment.
@@ -36,6 +46,8 @@ pub(crate) struct Partial {
     /// Sum of `e^(score − max)`.
     pub sum: Vec<f32>,
     scores: Vec<f32>,
+    /// int8: queries times the K scales of one group, `[m][head_dim]`.
+    scaled: Vec<f32>,
 }
 
 impl Partial {
@@ -45,6 +57,7 @@ impl Partial {
             max: vec![f32::NEG_INFINITY; m],
             sum: vec![0.0; m],
             scores: vec![0.0; m * BLOCK_ROWS],
+            scaled: vec![0.0; m * dim],
         }
     }
 }
@@ -63,7 +76,8 @@ dispatch! {
     ///
     /// # Safety
     /// `block.k` and `block.v` point to whole tiles covering `block.hi ≤ BLOCK_ROWS` rows of
-    /// `queries.dim` dimensions (a multiple of 32), aligned to their element type; nobody writes
+    /// `queries.dim` dimensions (a multiple of 32), aligned to their element type, and the scales of
+    /// int8 rows to every group and row below `block.hi`; nobody writes
     /// them meanwhile. `queries.q` is `[visible.len()][dim]` and `partial` has that size.
     pub(crate) unsafe fn attend_block => attend_block_body(
         queries: Queries<'_>, block: Block, partial: &mut Partial,
@@ -74,22 +88,16 @@ dispatch! {
 unsafe fn attend_block_body<L: Lanes>(queries: Queries<'_>, block: Block, partial: &mut Partial) {
     // SAFETY: same contract; the cast is to the element type the slot's encoding names.
     unsafe {
-        if block.wide {
-            typed::<L, f32>(queries, block, block.k.cast(), block.v.cast(), partial);
-        } else {
-            typed::<L, u16>(queries, block, block.k.cast(), block.v.cast(), partial);
+        match block.dtype {
+            KvDtype::F32 => typed::<L, f32>(queries, block, partial),
+            KvDtype::Int8 => typed::<L, i8>(queries, block, partial),
+            _ => typed::<L, u16>(queries, block, partial),
         }
     }
 }
 
 #[inline(always)]
-unsafe fn typed<L: Lanes, E: Elem>(
-    queries: Queries<'_>,
-    block: Block,
-    k: *const E,
-    v: *const E,
-    partial: &mut Partial,
-) {
+unsafe fn typed<L: Lanes, E: Elem>(queries: Queries<'_>, block: Block, partial: &mut Partial) {
     let hi = queries.visible.iter().copied().max().unwrap_or(0).min(block.hi);
     if hi <= block.lo {
         partial.max.fill(f32::NEG_INFINITY);
@@ -99,42 +107,99 @@ unsafe fn typed<L: Lanes, E: Elem>(
     }
     // SAFETY: `hi ≤ block.hi`; same contract.
     unsafe {
-        scores::<L, E>(queries, k, hi, &mut partial.scores);
-        softmax::<L>(queries, block.lo, hi, partial);
-        weighted_sum::<L, E>(queries, block, v, hi, partial);
+        if block.dtype == KvDtype::Int8 {
+            scaled_scores::<L, E>(queries, block, hi, partial);
+        } else {
+            let tiles = 0..hi.div_ceil(LANES);
+            scores::<L, E>(queries.q, queries, block.k.cast(), tiles, &mut partial.scores);
+        }
+        let v_scales = scales_of_rows(block, hi);
+        softmax::<L>(queries, block.lo, hi, v_scales.as_ref(), partial);
+        weighted_sum::<L, E>(queries, block, block.v.cast(), hi, partial);
     }
 }
 
-/// `scores[m][BLOCK_ROWS] = Q · Kᵀ` for the tiles that hold rows below `hi`.
+/// V scales of the block's rows below `hi`, widened; none if the rows have none.
+#[inline(always)]
+unsafe fn scales_of_rows(block: Block, hi: usize) -> Option<[f32; BLOCK_ROWS]> {
+    if block.dtype != KvDtype::Int8 {
+        return None;
+    }
+    let mut out = [0.0; BLOCK_ROWS];
+    for (i, scale) in out.iter_mut().enumerate().take(hi) {
+        // SAFETY: every row below `hi` has a scale.
+        *scale = bf16_to_f32(unsafe { block.v_scales.add(i).read_unaligned() });
+    }
+    Some(out)
+}
+
+/// Scores of int8 rows: `(q · s) · k` is `q · (s · k)`, and `q · s` is made once a group.
+#[inline(always)]
+unsafe fn scaled_scores<L: Lanes, E: Elem>(
+    queries: Queries<'_>,
+    block: Block,
+    hi: usize,
+    partial: &mut Partial,
+) {
+    const GROUP_TILES: usize = GROUP_ROWS / LANES;
+    let (dim, tiles) = (queries.dim, hi.div_ceil(LANES));
+    let mut first = 0;
+    while first < tiles {
+        let group = (first + block.phase / LANES) / GROUP_TILES;
+        let end = ((group + 1) * GROUP_TILES - block.phase / LANES).min(tiles);
+        for d in 0..dim {
+            // SAFETY: every group that has a row below `hi` has `dim` scales.
+            let scale = bf16_to_f32(unsafe { block.k_scales.add(group * dim + d).read_unaligned() });
+            for i in 0..queries.visible.len() {
+                partial.scaled[i * dim + d] = queries.q[i * dim + d] * scale;
+            }
+        }
+        // SAFETY: tiles below `hi`; `scaled` is `[m][dim]`.
+        unsafe {
+            let scores_out = &mut partial.scores;
+            scores::<L, E>(&partial.scaled, queries, block.k.cast(), first..end, scores_out);
+        }
+        first = end;
+    }
+}
+
+/// `scores[m][BLOCK_ROWS] = Q · Kᵀ` for some tiles; `q` is `[m][dim]`.
 #[inline(always)]
 unsafe fn scores<L: Lanes, E: Elem>(
+    q: &[f32],
     queries: Queries<'_>,
     k: *const E,
-    hi: usize,
+    tiles: Range<usize>,
     scores: &mut [f32],
 ) {
     let (m, dim) = (queries.visible.len(), queries.dim);
     let s = Strides { a: dim, pair: 2 * LANES, tile: LANES * dim, c: BLOCK_ROWS };
-    let tiles = hi.div_ceil(LANES);
-    let mut t = 0;
-    while t < tiles {
-        // SAFETY: tiles below `hi` exist in the block; `scores` has a row of BLOCK_ROWS for each
-        // query row.
+    let mut t = tiles.start;
+    while t < tiles.end {
+        // SAFETY: the tiles exist in the block; `scores` has a row of BLOCK_ROWS for each query
+        // row.
         unsafe {
             let (b, c) = (k.add(t * LANES * dim), scores.as_mut_ptr().add(t * LANES));
-            if t + 2 <= tiles {
-                micro::rows::<L, E, 2>(queries.q.as_ptr(), m, b, c, dim / 2, s, false);
+            if t + 2 <= tiles.end {
+                micro::rows::<L, E, 2>(q.as_ptr(), m, b, c, dim / 2, s, false);
             } else {
-                micro::rows::<L, E, 1>(queries.q.as_ptr(), m, b, c, dim / 2, s, false);
+                micro::rows::<L, E, 1>(q.as_ptr(), m, b, c, dim / 2, s, false);
             }
         }
         t += 2;
     }
 }
 
-/// Turns scores into `e^(score − max)`, 0 outside `lo..visible`.
+/// Turns scores into the weights of V, `e^(score − max)` times the row's scale if it has one, 0
+/// outside `lo..visible`.
 #[inline(always)]
-unsafe fn softmax<L: Lanes>(queries: Queries<'_>, lo: usize, hi: usize, partial: &mut Partial) {
+unsafe fn softmax<L: Lanes>(
+    queries: Queries<'_>,
+    lo: usize,
+    hi: usize,
+    v_scales: Option<&[f32; BLOCK_ROWS]>,
+    partial: &mut Partial,
+) {
     let tiles = hi.div_ceil(LANES);
     for (i, &visible) in queries.visible.iter().enumerate() {
         let visible = visible.min(hi);
@@ -164,8 +229,16 @@ unsafe fn softmax<L: Lanes>(queries: Queries<'_>, lo: usize, hi: usize, partial:
                 let p = row.as_mut_ptr().add(t * LANES);
                 let e = L::exp(L::sub(L::load(p), L::splat(max)));
                 let e = L::select_range(e, from, to, 0.0);
-                L::store(p, e);
                 sum = L::add(sum, e);
+                let weight = match v_scales {
+                    // Scales of rows outside the segment may be anything.
+                    Some(scales) => {
+                        let scale = L::load(scales.as_ptr().add(t * LANES));
+                        L::select_range(L::mul(e, scale), from, to, 0.0)
+                    }
+                    None => e,
+                };
+                L::store(p, weight);
             }
             (partial.max[i], partial.sum[i]) = (max, L::sum(sum));
         }

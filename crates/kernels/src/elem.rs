@@ -1,7 +1,7 @@
 //! Element types of packed operands.
 //!
-//! A packed operand stores, for each pair of consecutive k indexes, sixteen columns: bf16 as
-//! `[16][2]` (one cache line), f32 as `[2][16]`. Both take 32 elements a pair.
+//! A packed operand stores, for each pair of consecutive k indexes, sixteen columns: bf16 and
+//! int8 as `[16][2]`, f32 as `[2][16]`. Both take 32 elements a pair.
 
 use crate::lanes::{LANES, Lanes};
 
@@ -22,6 +22,19 @@ unsafe impl Elem for u16 {
     unsafe fn load_pair<L: Lanes>(p: *const Self) -> (L::V, L::V) {
         // SAFETY: the caller gives 32 readable elements.
         unsafe { L::load_bf16_pair(p) }
+    }
+    #[inline(always)]
+    fn index(column: usize, odd: usize) -> usize {
+        column * 2 + odd
+    }
+}
+
+// SAFETY: reads 32 i8.
+unsafe impl Elem for i8 {
+    #[inline(always)]
+    unsafe fn load_pair<L: Lanes>(p: *const Self) -> (L::V, L::V) {
+        // SAFETY: the caller gives 32 readable elements.
+        unsafe { L::load_i8_pair(p) }
     }
     #[inline(always)]
     fn index(column: usize, odd: usize) -> usize {

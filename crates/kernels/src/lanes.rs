@@ -30,6 +30,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn exp2i(n: Self::V) -> Self::V;
     /// Widens 32 interleaved bf16 values into the even-index and odd-index lanes.
     unsafe fn load_bf16_pair(p: *const u16) -> (Self::V, Self::V);
+    /// Widens 32 interleaved 8-bit integers into the even-index and odd-index lanes.
+    unsafe fn load_i8_pair(p: *const i8) -> (Self::V, Self::V);
     /// Keeps lanes `lo..hi` of `v`; the others become `other`.
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V;
 
@@ -150,6 +152,15 @@ unsafe impl Lanes for Portable {
         let raw = unsafe { p.cast::<[u16; 2 * LANES]>().read_unaligned() };
         let widen = |x: u16| f32::from_bits(u32::from(x) << 16);
         (std::array::from_fn(|i| widen(raw[2 * i])), std::array::from_fn(|i| widen(raw[2 * i + 1])))
+    }
+    #[inline(always)]
+    unsafe fn load_i8_pair(p: *const i8) -> (Self::V, Self::V) {
+        // SAFETY: the caller gives 32 readable elements.
+        let raw = unsafe { p.cast::<[i8; 2 * LANES]>().read_unaligned() };
+        (
+            std::array::from_fn(|i| f32::from(raw[2 * i])),
+            std::array::from_fn(|i| f32::from(raw[2 * i + 1])),
+        )
     }
     #[inline(always)]
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {

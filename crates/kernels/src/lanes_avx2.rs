@@ -78,6 +78,19 @@ unsafe impl Lanes for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8_pair(p: *const i8) -> (Self::V, Self::V) {
+        unsafe {
+            // Eight words of two elements each, the even one in the low byte.
+            let words = [_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(LANES).cast())]
+                .map(|half| _mm256_cvtepi16_epi32(half));
+            let even = |w| _mm256_srai_epi32::<24>(_mm256_slli_epi32::<24>(w));
+            (
+                words.map(|w| _mm256_cvtepi32_ps(even(w))),
+                words.map(|w| _mm256_cvtepi32_ps(_mm256_srai_epi32::<8>(w))),
+            )
+        }
+    }
+    #[inline(always)]
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {
         unsafe {
             let index = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);

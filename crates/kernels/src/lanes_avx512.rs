@@ -77,6 +77,16 @@ unsafe impl Lanes for Avx512 {
         }
     }
     #[inline(always)]
+    unsafe fn load_i8_pair(p: *const i8) -> (Self::V, Self::V) {
+        unsafe {
+            // Sixteen words of two elements each, the even one in the low byte.
+            let words = _mm512_cvtepi16_epi32(_mm256_loadu_si256(p.cast()));
+            let even = _mm512_srai_epi32::<24>(_mm512_slli_epi32::<24>(words));
+            let odd = _mm512_srai_epi32::<8>(words);
+            (_mm512_cvtepi32_ps(even), _mm512_cvtepi32_ps(odd))
+        }
+    }
+    #[inline(always)]
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {
         unsafe { _mm512_mask_blend_ps(range_mask(lo, hi), _mm512_set1_ps(other), v) }
     }

@@ -30,4 +30,4 @@ pub use gemm::{PackedMatrix, gemm};
 pub use isa::Isa;
 pub use pointwise::{add_assign, rms_norm, silu_mul};
 pub use rope::{RopeAngles, RopeStyle, RotaryEmbedding, rotate_heads};
-pub use rows::{bf16_to_f32, f32_to_bf16, read_k, read_v, write_rows};
+pub use rows::{read_k, read_v, write_rows};

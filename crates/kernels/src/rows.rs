@@ -1,56 +1,50 @@
 //! Writing rows into a KV section, and reading single elements back (for tests and encoders).
 
-use matkv_types::{KvDtype, KvLayout};
+use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, bf16_to_f32, f32_to_bf16};
 
-/// Rounds to bfloat16, ties to even; NaN stays NaN.
-pub fn f32_to_bf16(x: f32) -> u16 {
-    let bits = x.to_bits();
-    if x.is_nan() {
-        return (bits >> 16) as u16 | 0x40;
-    }
-    ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
-}
-
-/// Widens a bfloat16.
-pub fn bf16_to_f32(x: u16) -> f32 {
-    f32::from_bits(u32::from(x) << 16)
-}
-
+/// Rows are written one by one in these types only; the others have scales over many rows.
 fn put(block: &mut [u8], dtype: KvDtype, index: usize, value: f32) {
     match dtype {
+        KvDtype::F32 => block[4 * index..4 * index + 4].copy_from_slice(&value.to_le_bytes()),
         KvDtype::Bf16 => {
             block[2 * index..2 * index + 2].copy_from_slice(&f32_to_bf16(value).to_le_bytes());
         }
-        KvDtype::F32 => block[4 * index..4 * index + 4].copy_from_slice(&value.to_le_bytes()),
+        other => panic!("rows of type {other} are not written one by one"),
     }
+}
+
+fn bf16_at(bytes: &[u8], index: usize) -> f32 {
+    bf16_to_f32(u16::from_le_bytes([bytes[2 * index], bytes[2 * index + 1]]))
 }
 
 fn get(block: &[u8], dtype: KvDtype, index: usize) -> f32 {
     match dtype {
-        KvDtype::Bf16 => bf16_to_f32(u16::from_le_bytes([block[2 * index], block[2 * index + 1]])),
         KvDtype::F32 => {
             let at = 4 * index;
             f32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
         }
+        KvDtype::Bf16 => bf16_at(block, index),
+        KvDtype::Int8 => f32::from(block[index] as i8),
+        other => panic!("attention does not read rows of type {other}"),
+    }
+}
+
+/// Index of an element of a block; f32 pairs are stored one after the other, not interleaved.
+fn in_block(dtype: KvDtype, index: usize) -> usize {
+    match dtype {
+        KvDtype::F32 => index / 32 * 32 + (index % 2) * 16 + index % 32 / 2,
+        _ => index,
     }
 }
 
 /// Element index of `(row, dim)` in a K block of this element type.
 fn k_index(dtype: KvDtype, head_dim: usize, row: usize, dim: usize) -> usize {
-    let index = KvLayout::k_index(head_dim, row, dim);
-    match dtype {
-        KvDtype::Bf16 => index,
-        KvDtype::F32 => index / 32 * 32 + (index % 2) * 16 + index % 32 / 2,
-    }
+    in_block(dtype, KvLayout::k_index(head_dim, row, dim))
 }
 
 /// Element index of `(row, dim)` in a V block of this element type.
 fn v_index(dtype: KvDtype, head_dim: usize, row: usize, dim: usize) -> usize {
-    let index = KvLayout::v_index(head_dim, row, dim);
-    match dtype {
-        KvDtype::Bf16 => index,
-        KvDtype::F32 => index / 32 * 32 + (index % 2) * 16 + index % 32 / 2,
-    }
+    in_block(dtype, KvLayout::v_index(head_dim, row, dim))
 }
 
 /// Writes the K and V of one row (`[kv_heads · head_dim]` each) into a KV section.
@@ -81,11 +75,21 @@ pub fn write_rows(
 /// One element of a K row.
 pub fn read_k(s: &[u8], layout: &KvLayout, at: (usize, usize), row: usize, dim: usize) -> f32 {
     let block = &s[layout.k_offset(at.0, at.1)..][..layout.block_bytes()];
-    get(block, layout.dtype, k_index(layout.dtype, layout.shape.head_dim, row, dim))
+    let head_dim = layout.shape.head_dim;
+    let x = get(block, layout.dtype, k_index(layout.dtype, head_dim, row, dim));
+    if layout.dtype != KvDtype::Int8 {
+        return x;
+    }
+    let scales = &s[layout.k_scale_offset(at.0, at.1)..][..layout.k_scale_bytes()];
+    x * bf16_at(scales, row / GROUP_ROWS * head_dim + dim)
 }
 
 /// One element of a V row.
 pub fn read_v(s: &[u8], layout: &KvLayout, at: (usize, usize), row: usize, dim: usize) -> f32 {
     let block = &s[layout.v_offset(at.0, at.1)..][..layout.block_bytes()];
-    get(block, layout.dtype, v_index(layout.dtype, layout.shape.head_dim, row, dim))
+    let x = get(block, layout.dtype, v_index(layout.dtype, layout.shape.head_dim, row, dim));
+    if layout.dtype != KvDtype::Int8 {
+        return x;
+    }
+    x * bf16_at(&s[layout.v_scale_offset(at.0, at.1)..][..layout.v_scale_bytes()], row)
 }

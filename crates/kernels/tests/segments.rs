@@ -107,7 +107,7 @@ fn check_shift(rope: &RotaryEmbedding, p: usize, offset: usize, dtype: KvDtype, 
 fn every_tile_phase_with_poisoned_neighbours() {
     let mut r = rng(11);
     let rope = RotaryEmbedding::plain(DIM, 10_000.0, RopeStyle::Interleaved);
-    for dtype in [KvDtype::Bf16, KvDtype::F32] {
+    for dtype in [KvDtype::Bf16, KvDtype::F32, KvDtype::Int8] {
         let (clean, layout) = section(&mut r, SHAPE, dtype, 400);
         let q = vector(&mut r, 3 * DIM);
         for start in 0..64 {

@@ -3,7 +3,8 @@
 //! The same arithmetic serves flash, arena and kernels, so that a load is one read and attention
 //! reads what was read. A KV section is `layers` blocks, each page-aligned; inside a layer:
 //! `[head 0 K][head 0 V][head 1 K][head 1 V]…`. Rows are padded to whole tiles of [`TILE_ROWS`];
-//! kernels mask by row number and never rely on what the padding holds.
+//! kernels mask by row number and never rely on what the padding holds. Scales of the integer
+//! types and of fp8 follow the blocks of their layer.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,6 +12,10 @@ use crate::encoding::KvDtype;
 
 /// Rows of one K tile: 16 rows × 2 bf16 dimensions are one 64-byte cache line.
 pub const TILE_ROWS: usize = 16;
+
+/// Rows that share the K scales of a channel in the integer types. A multiple of [`TILE_ROWS`],
+/// anchored at the slot's row 0.
+pub const GROUP_ROWS: usize = 64;
 
 /// Alignment of extents on flash and of layers in the arena: the O_DIRECT block.
 pub const PAGE_BYTES: usize = 4096;
@@ -32,9 +37,9 @@ pub struct KvShape {
 }
 
 impl KvShape {
-    /// Bytes one token's K and V rows take over all layers, without padding.
+    /// Bytes one token's K and V rows take over all layers, without scales and padding.
     pub const fn bytes_per_row(&self, dtype: KvDtype) -> usize {
-        self.layers * self.kv_heads * 2 * self.head_dim * dtype.bytes()
+        dtype.bytes_of(self.layers * self.kv_heads * 2 * self.head_dim)
     }
 }
 
@@ -67,12 +72,64 @@ impl KvLayout {
 
     /// Bytes of one head's K (or V) block; a multiple of 64.
     pub const fn block_bytes(&self) -> usize {
-        self.block_elems() * self.dtype.bytes()
+        self.dtype.bytes_of(self.block_elems())
     }
 
-    /// Bytes of one layer that carry rows.
-    pub const fn layer_bytes(&self) -> usize {
+    /// Bytes of one layer's K and V blocks, without scales.
+    pub const fn rows_bytes(&self) -> usize {
         self.shape.kv_heads * 2 * self.block_bytes()
+    }
+
+    /// Bytes of one layer that carry rows and scales.
+    pub const fn layer_bytes(&self) -> usize {
+        self.rows_bytes() + self.shape.kv_heads * self.head_scale_bytes()
+    }
+
+    /// Numbers, bf16 each, that scale one group of one K channel.
+    const fn numbers(&self) -> usize {
+        match self.dtype {
+            KvDtype::Int8 => 1,
+            KvDtype::Int4 => 2,
+            KvDtype::F32 | KvDtype::Bf16 | KvDtype::Fp16 | KvDtype::Fp8 => 0,
+        }
+    }
+
+    /// Groups of rows that share K scales.
+    pub const fn groups(&self) -> usize {
+        self.rows.div_ceil(GROUP_ROWS)
+    }
+
+    /// Bytes of one head's K scales: bf16 `[group][dim]` (int8), `[group][dim][scale, minimum]`
+    /// (int4), one (fp8).
+    pub const fn k_scale_bytes(&self) -> usize {
+        match self.dtype {
+            KvDtype::Fp8 => 2,
+            _ => 2 * self.numbers() * self.groups() * self.shape.head_dim,
+        }
+    }
+
+    /// Bytes of one head's V scales: bf16 `[row]` (int8), `[row][scale, minimum]` (int4), one
+    /// (fp8).
+    pub const fn v_scale_bytes(&self) -> usize {
+        match self.dtype {
+            KvDtype::Fp8 => 2,
+            _ => 2 * self.numbers() * self.padded_rows(),
+        }
+    }
+
+    const fn head_scale_bytes(&self) -> usize {
+        align_up(self.k_scale_bytes() + self.v_scale_bytes(), 64)
+    }
+
+    /// Byte offset of a head's K scales from the start of the section. They follow the blocks of
+    /// the layer.
+    pub const fn k_scale_offset(&self, layer: usize, head: usize) -> usize {
+        layer * self.layer_stride() + self.rows_bytes() + head * self.head_scale_bytes()
+    }
+
+    /// Byte offset of a head's V scales from the start of the section.
+    pub const fn v_scale_offset(&self, layer: usize, head: usize) -> usize {
+        self.k_scale_offset(layer, head) + self.k_scale_bytes()
     }
 
     /// Distance from one layer to the next.
@@ -121,6 +178,10 @@ mod tests {
         assert_eq!(layout.layer_bytes(), 786_432);
         assert_eq!(layout.total_bytes(), 23_592_960);
         assert_eq!(shape.bytes_per_row(KvDtype::Bf16), 23_040);
+        // 393,216 bytes of rows; K scales 16 groups × 64 × 2, V scales 1,024 × 2, three heads.
+        let layout = KvLayout::new(shape, KvDtype::Int8, 1024);
+        assert_eq!(layout.layer_bytes(), 393_216 + 3 * (2048 + 2048));
+        assert_eq!(layout.v_scale_offset(1, 2) + 2048, layout.layer_stride() + layout.layer_bytes());
     }
 
     proptest! {

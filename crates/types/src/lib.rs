@@ -5,15 +5,17 @@
 #![forbid(unsafe_code)]
 
 mod encoding;
+mod float;
 mod hash;
 mod ids;
 mod layout;
 mod mode;
 mod span;
 
-pub use encoding::{Codec, Encoding, KvDtype, LayoutId};
+pub use encoding::{Codec, Encoding, KvDtype, LayoutId, ParseEncodingError};
+pub use float::{bf16_to_f32, f32_to_bf16};
 pub use hash::LengthPrefixedHasher;
 pub use ids::{ChunkId, ContentId, Digest, Fingerprint, ParseDigestError};
-pub use layout::{KvLayout, KvShape, PAGE_BYTES, TILE_ROWS, align_up};
+pub use layout::{GROUP_ROWS, KvLayout, KvShape, PAGE_BYTES, TILE_ROWS, align_up};
 pub use mode::{FinishReason, Mode, ParseModeError, Sampling};
 pub use span::Span;

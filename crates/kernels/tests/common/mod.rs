@@ -6,7 +6,7 @@ use matkv_kernels::{
     AttentionJob, Isa, RotaryEmbedding, SegmentView, attend, read_k, read_v, rotate_heads,
     write_rows,
 };
-use matkv_types::{KvDtype, KvLayout, KvShape};
+use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, KvShape, f32_to_bf16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -27,6 +27,10 @@ pub fn section(
 ) -> (Vec<u8>, KvLayout) {
     let layout = KvLayout::new(shape, dtype, rows);
     let mut bytes = aligned(layout.total_bytes());
+    if dtype == KvDtype::Int8 {
+        fill_int8(rng, &mut bytes, &layout);
+        return (bytes, layout);
+    }
     let width = shape.kv_heads * shape.head_dim;
     for layer in 0..shape.layers {
         for row in 0..rows {
@@ -37,6 +41,40 @@ pub fn section(
     (bytes, layout)
 }
 
+/// Any integers, and scales that make them values in −1…1.
+fn fill_int8(rng: &mut StdRng, bytes: &mut [u8], layout: &KvLayout) {
+    for layer in bytes.chunks_exact_mut(layout.layer_stride()) {
+        let (rows, scales) = layer.split_at_mut(layout.rows_bytes());
+        rows.fill_with(|| rng.random_range(-127i8..=127) as u8);
+        for scale in scales.chunks_exact_mut(2) {
+            let value = rng.random_range(0.001f32..1.0 / 128.0);
+            scale.copy_from_slice(&f32_to_bf16(value).to_le_bytes());
+        }
+    }
+}
+
+/// NaN scales for rows, and for groups of rows, of which none is kept.
+fn poison_int8(bytes: &mut [u8], layout: &KvLayout, keep: std::ops::Range<usize>) {
+    let dim = layout.shape.head_dim;
+    let nan = f32_to_bf16(f32::NAN).to_le_bytes();
+    for (layer, head) in (0..layout.shape.layers)
+        .flat_map(|l| (0..layout.shape.kv_heads).map(move |h| (l, h)))
+    {
+        for row in (0..layout.padded_rows()).filter(|r| !keep.contains(r)) {
+            let at = layout.v_scale_offset(layer, head) + 2 * row;
+            bytes[at..at + 2].copy_from_slice(&nan);
+        }
+        for group in 0..layout.groups() {
+            let rows = group * GROUP_ROWS..(group + 1) * GROUP_ROWS;
+            if rows.end > keep.start && rows.start < keep.end {
+                continue;
+            }
+            let at = layout.k_scale_offset(layer, head) + 2 * dim * group;
+            bytes[at..at + 2 * dim].chunks_exact_mut(2).for_each(|s| s.copy_from_slice(&nan));
+        }
+    }
+}
+
 /// Poison: every element reads as NaN in both element types.
 pub fn aligned(len: usize) -> Vec<u8> {
     vec![0xff; len]
@@ -44,6 +82,9 @@ pub fn aligned(len: usize) -> Vec<u8> {
 
 /// Overwrites rows outside `keep` with NaN.
 pub fn poison(bytes: &mut [u8], layout: &KvLayout, keep: std::ops::Range<usize>) {
+    if layout.dtype == KvDtype::Int8 {
+        return poison_int8(bytes, layout, keep);
+    }
     let width = layout.shape.kv_heads * layout.shape.head_dim;
     let nan = vec![f32::NAN; width];
     for layer in 0..layout.shape.layers {

@@ -1,0 +1,295 @@
+#!/usr/bin/env bash
+# Ceph on loopback, as an S3 peer for the tests: a monitor, an OSD and the gateway (radosgw), no
+# manager. Everything lies under DIR, the object store in a sparse file. Only `install` needs root.
+#
+#   ceph.sh install             Debian's packages, where they are missing
+#   ceph.sh up DIR              the last four lines say how to reach it; again: starts what is down
+#   ceph.sh stop-gateway DIR    connections are refused from then on
+#   ceph.sh start-gateway DIR   on the same port
+#   ceph.sh down DIR            nothing of it runs; what was stored stays for the next `up`
+#
+# MATKV_S3_PORT is the gateway's port at the first `up`; without it a free one is chosen, as are the
+# others. MATKV_CEPH_STORE=memstore keeps objects in memory (a DIR that cannot do O_DIRECT).
+# MATKV_CEPH_GIB is the size of the store, 4 if not given.
+set -euo pipefail
+
+key=matkv-test-key
+secret=matkv-test-secret
+bucket=matkv
+
+fail() {
+	echo "${0##*/}: $*" >&2
+	exit 1
+}
+
+# Fails with $1, after the ends of the logs named by the others.
+explain() {
+	local what=$1
+	shift
+	(cd "$dir/log" && tail -n 20 "${@/%/.log}") >&2
+	fail "$what; above is the end of what it said, in $dir/log"
+}
+
+# When process $1 started, in ticks since boot. Fails if it runs no more.
+started() {
+	local stat
+	stat=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
+	# shellcheck disable=SC2086 # Fields, from the third on: the second may hold spaces.
+	set -- ${stat##*) }
+	# A zombie is over, if it has no thread left but its first.
+	[[ $1 != [ZX] || ${18} -gt 1 ]] && echo "${20}"
+}
+
+# Whether process $1 of this peer runs. Pid and start are noted: the pid may be another's by now.
+runs() {
+	local pid start now
+	{ read -r pid start <"$dir/$1.pid"; } 2>/dev/null && now=$(started "$pid") &&
+		[ "$now" = "$start" ]
+}
+
+# Starts process $1: a session of its own, nothing of the caller's held open.
+spawn() {
+	local name=$1
+	shift
+	mkdir -p "$dir/log"
+	setsid "$@" </dev/null >>"$dir/log/$name.log" 2>&1 9>&- &
+	echo "$! $(started $!)" >"$dir/$name.pid"
+}
+
+# Ends process $1: asks, waits ten seconds, insists.
+end() {
+	local name=$1 pid signal
+	if runs "$name"; then
+		read -r pid _ <"$dir/$name.pid"
+		for signal in TERM KILL; do
+			kill -s "$signal" "$pid" 2>/dev/null || true
+			for _ in {1..100}; do
+				runs "$name" || break 2
+				sleep 0.1
+			done
+		done
+		! runs "$name" || fail "$name, process $pid, does not end"
+	fi
+	rm -f "$dir/$name.pid"
+}
+
+# Waits up to $2 seconds until the command succeeds, as long as process $1 runs.
+await() {
+	local name=$1 bound=$2 until why=
+	until=$((SECONDS + bound))
+	shift 2
+	until "$@" &>/dev/null; do
+		if ! runs "$name"; then
+			why="has ended"
+		elif [ $SECONDS -ge $until ]; then
+			why="is not ready after $bound s"
+		fi
+		[ -z "$why" ] || explain "$name $why" "$name"
+		sleep 0.1
+	done
+}
+
+listens() { (exec 3<>"/dev/tcp/127.0.0.1/$1") 2>/dev/null; }
+
+# The first of $1 free ports in a row, below those that outgoing connections get.
+free_ports() {
+	local first port
+	for _ in {1..50}; do
+		first=$((20000 + RANDOM % 12000))
+		for ((port = first; port < first + $1; port++)); do
+			! listens "$port" || continue 2
+		done
+		echo "$first"
+		return
+	done
+	fail "no $1 free ports in a row between 20000 and 32000"
+}
+
+s3() {
+	curl -q --silent --show-error --fail --max-time 10 --noproxy '*' --user "$key:$secret" \
+		--aws-sigv4 aws:amz:us-east-1:s3 -H 'x-amz-content-sha256: UNSIGNED-PAYLOAD' \
+		-o /dev/null "$@"
+}
+
+# The whole way: the bucket is there, an object is stored and deleted.
+serves() {
+	local url
+	url=http://127.0.0.1:$(<"$dir/port")/$bucket
+	{ s3 --head "$url" || s3 -X PUT "$url"; } &&
+		s3 -X PUT --data-binary ready "$url/ready" && s3 -X DELETE "$url/ready"
+}
+
+gateway() {
+	if ! runs gateway; then
+		port=$(<"$dir/port")
+		! listens "$port" || fail "port $port, the gateway's, is in use by another program"
+		spawn gateway radosgw -f -n client.rgw.matkv -c "$CEPH_CONF"
+	fi
+	await gateway 60 serves
+}
+
+# Reads DIR, locks it and enters it.
+enter() {
+	[ -n "${1-}" ] || fail "which DIR?"
+	if [ "$command" = up ]; then mkdir -p "$1"; fi
+	dir=$(cd "$1" && pwd)
+	[[ $dir != *[!A-Za-z0-9/._+-]* ]] || fail "letters, digits and /._+- only, please: $dir"
+	exec 9>"$dir/lock"
+	flock -w 180 9 || fail "another ${0##*/} has worked on $dir for three minutes"
+	export CEPH_CONF=$dir/ceph.conf
+}
+
+down() {
+	end gateway
+	end osd
+	end mon
+}
+
+# The stores of monitor and OSD, and the user. Only a whole one is used again.
+make() {
+	local ports name uuid
+	rm -rf "$dir"/{log,mon,osd,rgw,monmap,keyring,ceph.conf,port}
+	mkdir -p "$dir"/{log,mon,osd,rgw}
+	ports=$(free_ports 2)
+	echo "${MATKV_S3_PORT:-$((ports + 1))}" >"$dir/port"
+	configuration "$ports" >"$dir/ceph.conf"
+	monmaptool --create --clobber --addv a "[v2:127.0.0.1:$ports]" \
+		--fsid "$(sed -n 's/^fsid = //p' "$dir/ceph.conf")" "$dir/monmap" >/dev/null
+	# Every key from the start, so none has to be asked for.
+	ceph-authtool --create-keyring "$dir/keyring" --gen-key -n mon. --cap mon 'allow *' >/dev/null
+	for name in client.admin osd.0 client.rgw.matkv; do
+		ceph-authtool "$dir/keyring" --gen-key -n $name --cap mon 'allow *' --cap osd 'allow *' \
+			--cap mgr 'allow *' >/dev/null
+	done
+	ceph-mon --mkfs -i a --monmap "$dir/monmap" --keyring "$dir/keyring" &>"$dir/log/mon.log" ||
+		explain "no monitor" mon
+	mon
+	uuid=$(</proc/sys/kernel/random/uuid)
+	await mon 60 timeout 20 ceph osd new "$uuid" 0
+	ceph-osd --mkfs -i 0 --osd-uuid "$uuid" &>"$dir/log/osd.log" || explain "no OSD" osd
+	osd
+	# Waits for the OSD, too.
+	timeout 90 radosgw-admin -n client.rgw.matkv user create --uid=matkv --display-name=matkv \
+		--access-key="$key" --secret-key="$secret" &>"$dir/log/user.log" ||
+		explain "no S3 user" user osd
+	touch "$dir/made"
+}
+
+mon() { runs mon || spawn mon ceph-mon -f -i a -c "$CEPH_CONF"; }
+osd() { runs osd || spawn osd ceph-osd -f -i 0 -c "$CEPH_CONF"; }
+
+configuration() {
+	cat <<-END
+		[global]
+		fsid = $(</proc/sys/kernel/random/uuid)
+		mon_host = [v2:127.0.0.1:$1/0]
+		mon_initial_members = a
+		public_network = 127.0.0.0/8
+		cluster_network = 127.0.0.0/8
+		ms_bind_ipv6 = false
+		keyring = $dir/keyring
+		auth_allow_insecure_global_id_reclaim = false
+		run_dir = $dir
+		crash_dir = $dir/log
+		admin_socket =
+		log_to_stderr = true
+		log_to_file = false
+		err_to_stderr = true
+		mon_cluster_log_to_file = false
+		debug_rocksdb = 1/1
+		# One copy on one OSD.
+		osd_pool_default_size = 1
+		osd_pool_default_min_size = 1
+		osd_pool_default_pg_num = 8
+		osd_pool_default_pg_autoscale_mode = off
+		osd_crush_chooseleaf_type = 0
+		mon_allow_pool_size_one = true
+		# A map every 50 ms instead of every second: each new pool waits for some.
+		paxos_propose_interval = 0.05
+		paxos_min_wait = 0.01
+		[mon]
+		mon_data = $dir/mon
+		# However full the disk is.
+		mon_data_avail_warn = 0
+		mon_data_avail_crit = 0
+		[osd]
+		osd_data = $dir/osd
+		osd_objectstore = ${MATKV_CEPH_STORE:-bluestore}
+		bluestore_block_size = $((${MATKV_CEPH_GIB:-4} << 30))
+		memstore_device_bytes = $((${MATKV_CEPH_GIB:-4} << 30))
+		osd_memory_target = 939524096
+		# memstore writes its objects down only on a slow one.
+		osd_fast_shutdown = $([ "${MATKV_CEPH_STORE-}" = memstore ] && echo false || echo true)
+		osd_op_queue = wpq
+		[client.rgw.matkv]
+		rgw_data = $dir/rgw
+		rgw_frontends = beast endpoint=127.0.0.1:$(<"$dir/port")
+		rgw_thread_pool_size = 64
+		rgw_exit_timeout_secs = 5
+		# What is deleted makes room at once, not after two hours.
+		rgw_gc_obj_min_wait = 5
+		rgw_gc_processor_period = 5
+	END
+}
+
+install() {
+	local missing=() program package
+	while read -r program package; do
+		command -v "$program" >/dev/null || missing+=("$package")
+	done <<-END
+		ceph-mon ceph-mon
+		ceph-osd ceph-osd
+		radosgw radosgw
+		monmaptool ceph-base
+		ceph ceph-common
+		curl curl
+	END
+	[ ${#missing[@]} -gt 0 ] || return 0
+	echo "installing ${missing[*]}"
+	packages() {
+		${SUDO-} env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+			--no-install-recommends "${missing[@]}" >/dev/null
+	}
+	# The second time with fresh lists: a new machine has none.
+	packages || { ${SUDO-} apt-get update -qq && packages; } ||
+		fail "missing: apt-get install ${missing[*]} (set SUDO=sudo if that needs it)"
+}
+
+command=${1-}
+case $command in
+install)
+	install
+	;;
+up)
+	for program in ceph ceph-mon ceph-osd radosgw radosgw-admin monmaptool curl flock setsid; do
+		command -v $program >/dev/null || fail "$program is missing: run ${0##*/} install"
+	done
+	enter "${2-}"
+	# Nothing half-started stays.
+	trap 'trap - EXIT; down' EXIT
+	[ -e "$dir/made" ] || { down && make; }
+	mon
+	osd
+	gateway
+	trap - EXIT
+	printf '%s\n' "endpoint=http://127.0.0.1:$(<"$dir/port")" "access_key=$key" \
+		"secret_key=$secret" "bucket=$bucket"
+	;;
+stop-gateway)
+	enter "${2-}"
+	end gateway
+	;;
+start-gateway)
+	enter "${2-}"
+	[ -e "$dir/made" ] || fail "nothing to start in $dir: run ${0##*/} up"
+	gateway
+	;;
+down)
+	enter "${2-}"
+	down
+	;;
+*)
+	sed -n "2,/^set/{s/^# \{0,1\}//p}" "$0" >&2
+	exit 2
+	;;
+esac
