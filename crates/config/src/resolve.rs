@@ -62,10 +62,11 @@ pub struct Resolved {
 }
 
 /// Variables that steer the programs themselves and are no settings.
-const OTHER_VARIABLES: [&str; 7] = [
+const OTHER_VARIABLES: [&str; 8] = [
     "MATKV_PYTHON",
     "MATKV_ISA",
     "MATKV_CRASH_FILE",
+    "MATKV_FAULT_FILE",
     "MATKV_CONFIG",
     "MATKV_PRESET",
     "MATKV_REQUIRE_MODELS",

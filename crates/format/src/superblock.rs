@@ -74,6 +74,17 @@ impl Superblock {
         align_up(end, PAGE_BYTES)
     }
 
+    /// CRC32C of the superblock: which of several writes of a chunk this is.
+    pub fn checksum(&self) -> u32 {
+        let page = self.encode();
+        u32::from_le_bytes([
+            page[OWN_CHECKSUM_AT],
+            page[OWN_CHECKSUM_AT + 1],
+            page[OWN_CHECKSUM_AT + 2],
+            page[OWN_CHECKSUM_AT + 3],
+        ])
+    }
+
     /// Where each layer's extent lies in the file. Uncompressed ones lie a layer stride apart,
     /// compressed ones one after another.
     pub fn extents(&self) -> impl Iterator<Item = Range<usize>> + '_ {
@@ -84,6 +95,24 @@ impl Superblock {
             next = align_up(end, EXTENT_ALIGN);
             start..end
         })
+    }
+
+    /// The token ids in a file of this superblock.
+    ///
+    /// # Errors
+    /// If the file ends before them or their checksum is wrong.
+    pub fn tokens(&self, file: &[u8]) -> Result<Vec<u32>, FormatError> {
+        let kv = Self::kv_offset(self.rows);
+        let Some(section) = file.get(PAGE_BYTES..kv) else {
+            return Err(FormatError::Length { expected: kv, found: file.len() });
+        };
+        let found = crc32c::crc32c(section);
+        if found != self.token_checksum {
+            let (what, expected) = ("token ids".to_owned(), self.token_checksum);
+            return Err(FormatError::Checksum { what, expected, found });
+        }
+        let token = |b: &[u8]| u32::from_le_bytes([b[0], b[1], b[2], b[3]]);
+        Ok(section.chunks_exact(4).take(self.rows).map(token).collect())
     }
 
     /// Writes the superblock.

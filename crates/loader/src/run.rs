@@ -110,7 +110,7 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         spec: ChunkSpec {
             fingerprint,
             shape,
-            encoding: Encoding::DEFAULT,
+            encoding: Encoding::EXACT,
             base_position: prefix_tokens_len,
         },
         arena,

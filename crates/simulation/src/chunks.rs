@@ -19,7 +19,7 @@ pub(crate) fn spec() -> ChunkSpec {
     ChunkSpec {
         fingerprint: Fingerprint(Digest([7; 32])),
         shape: SHAPE,
-        encoding: Encoding::DEFAULT,
+        encoding: Encoding::EXACT,
         base_position: PREFIX.len(),
     }
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 use matkv_sys::SysError;
 use matkv_types::ChunkId;
 
+use crate::records::Tier;
+
 /// Result of this crate.
 pub type Result<T, E = StoreError> = std::result::Result<T, E>;
 
@@ -47,4 +49,36 @@ pub enum StoreError {
         /// What is wrong.
         reason: String,
     },
+    /// The directories do not suit the kind of volume.
+    #[error("storage.type {0}")]
+    Volume(String),
+    /// The tier has reached its capacity and nothing in it may leave.
+    #[error("{tier} is full: {used} of {capacity} bytes, and nothing more may be evicted; raise {key}")]
+    Full {
+        /// Which tier.
+        tier: Tier,
+        /// Bytes in it.
+        used: u64,
+        /// Bytes allowed.
+        capacity: u64,
+        /// The setting.
+        key: &'static str,
+    },
+    /// The cold tier.
+    #[error("cold tier: {what}: {reason}")]
+    Cold {
+        /// The operation.
+        what: &'static str,
+        /// Why not.
+        reason: String,
+    },
+    /// The cold tier does not have it.
+    #[error("cold tier: no such chunk")]
+    ColdMissing,
+    /// A chunk file is not what it should be.
+    #[error(transparent)]
+    Format(#[from] matkv_format::FormatError),
+    /// Something that was asked for cannot be done.
+    #[error("{0}")]
+    Refused(String),
 }

@@ -1,18 +1,27 @@
 //! The store: lock, directories, LMDB environment, transactions.
 
-use std::path::Path;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::collections::HashSet;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use heed::types::{Bytes, Str, U32};
 use heed::{AnyTls, CommitOrAbort, Database, Env, RoTxn, RwTxn, WithoutTls, byteorder::BigEndian};
 use matkv_sys::{FileLock, open_environment};
-use matkv_types::{ChunkId, Digest, Fingerprint};
+use matkv_types::{ChunkId, Digest};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::chunk_files::ChunkFiles;
+use crate::cold::ColdTier;
 use crate::error::{Result, StoreError};
-use crate::records::{ChunkRecord, DocumentRecord};
+use crate::heat::{Heat, HeatCache};
+use crate::identity::{Identity, others};
+use crate::manifests::Manifests;
+use crate::options::StoreOptions;
+use crate::policy::Item;
+use crate::records::{ChunkRecord, Departure, DocumentRecord, Placement, Tier, Totals};
+use crate::residents::Residents;
+use crate::space::Space;
+use crate::volume::{Volume, VolumeKind};
 
 /// The LMDB environment other tables of the same store may live in.
 pub type StoreEnv = Env<WithoutTls>;
@@ -20,25 +29,79 @@ pub type StoreEnv = Env<WithoutTls>;
 /// Address space of the index, not memory or disk: LMDB grows its file as needed. Tokens take
 /// 4 KiB and vectors about 2 KiB a chunk, so this is room for ten million chunks.
 const MAP_BYTES: usize = 64 << 30;
-/// Five tables here, and room for those of vector indexes.
-const DATABASES_MAX: u32 = 16;
+/// Nine tables here, and room for those of vector indexes.
+const DATABASES_MAX: u32 = 24;
+
+type Table<K> = Database<'static, K, Bytes>;
+
+/// LMDB tables.
+pub(crate) struct Tables {
+    pub documents: Table<Str>,
+    pub chunks: Table<Bytes>,
+    pub tokens: Table<Bytes>,
+    pub vectors: Table<U32<BigEndian>>,
+    pub meta: Database<'static, Str, U32<BigEndian>>,
+    /// For people: `chunk id ‖ document id` to the chunk's ordinal in the document.
+    pub places: Table<Bytes>,
+    /// Uses of chunks.
+    pub heat: Table<Bytes>,
+    /// Chunks that may have files the index does not name: being written, or being removed.
+    pub pending: Table<Bytes>,
+    /// Sums, so that nobody has to count.
+    pub sums: Table<Str>,
+}
+
+impl Tables {
+    fn open(env: &StoreEnv) -> Result<Self> {
+        let txn = env.write_txn()?;
+        // Databases may be used only after this commit.
+        let opened = env.create_databases_and_commit(txn, |open, txn| -> heed::Result<_> {
+            Ok(CommitOrAbort::<_, ()>::Commit((
+                (
+                    open.create_database(txn, Some("documents"))?,
+                    open.create_database(txn, Some("chunks"))?,
+                    open.create_database(txn, Some("tokens"))?,
+                    open.create_database(txn, Some("vector-chunks"))?,
+                    open.create_database(txn, Some("meta"))?,
+                ),
+                (
+                    open.create_database(txn, Some("places"))?,
+                    open.create_database(txn, Some("heat"))?,
+                    open.create_database(txn, Some("pending"))?,
+                    open.create_database(txn, Some("sums"))?,
+                ),
+            )))
+        })?;
+        let ((documents, chunks, tokens, vectors, meta), (places, heat, pending, sums)) =
+            opened.unwrap_commit();
+        Ok(Self { documents, chunks, tokens, vectors, meta, places, heat, pending, sums })
+    }
+
+    pub fn totals(&self, txn: &RoTxn<'_, AnyTls>) -> Result<Totals> {
+        let found = self.sums.get(txn, "totals")?;
+        found.map_or_else(|| Ok(Totals::default()), |b| decode("totals", b))
+    }
+}
 
 /// An open store. Readers and the one writer may be on any threads.
 pub struct Store {
-    _lock: FileLock,
-    env: StoreEnv,
-    files: ChunkFiles,
-    self_test_files: ChunkFiles,
-    fingerprint: Fingerprint,
-    other_fingerprints: Vec<String>,
+    pub(crate) env: StoreEnv,
+    pub(crate) tables: Tables,
+    pub(crate) volume: Volume,
+    self_test_files: Volume,
+    pub(crate) cold: Option<Arc<ColdTier>>,
+    pub(crate) options: StoreOptions,
+    pub(crate) identity: Identity,
+    pub(crate) heat: HeatCache,
+    pub(crate) space: Space,
+    pub(crate) residents: Mutex<Residents>,
+    pub(crate) manifests: Manifests,
+    /// Chunks whose files are being written.
+    pub(crate) announced: Mutex<HashSet<ChunkId>>,
     writing: Mutex<()>,
-    documents: Database<'static, Str, Bytes>,
-    chunks: Database<'static, Bytes, Bytes>,
-    tokens: Database<'static, Bytes, Bytes>,
-    vectors: Database<'static, U32<BigEndian>, Bytes>,
-    meta: Database<'static, Str, U32<BigEndian>>,
-    /// For people: `chunk id ‖ document id` to the chunk's ordinal in the document.
-    places: Database<'static, Bytes, Bytes>,
+    /// One chunk file is written at a time: room is found for it first.
+    pub(crate) placing: Mutex<()>,
+    _lock: FileLock,
 }
 
 /// A consistent view.
@@ -51,7 +114,14 @@ pub struct ReadTxn<'s> {
 pub struct WriteTxn<'s> {
     store: &'s Store,
     txn: RwTxn<'s>,
+    totals: Totals,
+    /// Chunks nobody refers to any more.
     removed: Vec<ChunkId>,
+    /// Documents to be written beside the index, and those to be taken away.
+    written: Vec<DocumentRecord>,
+    forgotten: Vec<String>,
+    /// What the policies have to be told.
+    moves: Vec<(ChunkId, Tier, Option<Item>)>,
     /// Held until removed files are gone, so that the next change sees files as they are.
     _writing: MutexGuard<'s, ()>,
 }
@@ -63,31 +133,23 @@ pub struct NewChunk {
     pub id: ChunkId,
     /// Its token ids.
     pub tokens: Vec<u32>,
-    /// Bytes of its file.
-    pub file_bytes: u64,
+    /// Its file on flash, if it has one.
+    pub flash: Option<Placement>,
+    /// In the cold tier.
+    pub cold: Option<Placement>,
     /// Its number in the vector index.
     pub vector: Option<u32>,
-}
-
-/// Sizes of the whole store.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Totals {
-    /// Documents.
-    pub documents: u64,
-    /// Chunks.
-    pub chunks: u64,
-    /// Tokens of all chunks.
-    pub tokens: u64,
-    /// Bytes of all chunk files.
-    pub file_bytes: u64,
+    /// Milliseconds it took to compute.
+    pub compute_ms: u32,
 }
 
 impl Store {
-    /// Opens the store in `root` for a fingerprint, creating what is missing.
+    /// Opens the store of an identity, creating what is missing. What a killed process left is
+    /// put in order, and capacities are enforced, before this returns.
     ///
     /// # Errors
-    /// If another process has it open, or the directory or the index cannot be used.
-    pub fn open(root: &Path, fingerprint: Fingerprint) -> Result<Self> {
+    /// If another process has it open, or a directory or the index cannot be used.
+    pub fn open(options: StoreOptions, identity: Identity) -> Result<Self> {
         let create = |dir: &Path| {
             std::fs::create_dir_all(dir).map_err(|source| StoreError::File {
                 what: "create",
@@ -95,44 +157,43 @@ impl Store {
                 source,
             })
         };
-        create(root)?;
-        let lock = FileLock::acquire(&root.join("LOCK"))?;
-        let name = fingerprint.to_string()[..16].to_owned();
-        let dir = root.join(&name);
+        create(&options.root)?;
+        let lock = FileLock::acquire(&options.root.join("LOCK"))?;
+        let name = identity.directory();
+        let dir = options.root.join(&name);
         let index = dir.join("index");
         create(&index)?;
-        let files = ChunkFiles::open(&dir)?;
-        let self_test_files = ChunkFiles::open(&dir.join("self-test"))?;
+        identity.write(&dir)?;
+        let roots: Vec<PathBuf> = options.volume_roots().iter().map(|d| d.join(&name)).collect();
+        let volume = Volume::open(&roots, options.kind, options.stripe_unit)?;
+        let self_test = [dir.join("self-test")];
+        let self_test_files = Volume::open(&self_test, VolumeKind::Single, 4096)?;
         let env = open_environment(&index, MAP_BYTES, DATABASES_MAX)?;
         env.clear_stale_readers()?;
-        let txn = env.write_txn()?;
-        let tables = env.create_databases_and_commit(txn, |open, txn| -> heed::Result<_> {
-            Ok(CommitOrAbort::<_, ()>::Commit((
-                open.create_database(txn, Some("documents"))?,
-                open.create_database(txn, Some("chunks"))?,
-                open.create_database(txn, Some("tokens"))?,
-                open.create_database(txn, Some("vector-chunks"))?,
-                open.create_database(txn, Some("meta"))?,
-                open.create_database(txn, Some("places"))?,
-            )))
-        })?;
-        let (documents, chunks, tokens, vectors, meta, places) = tables.unwrap_commit();
-        let other_fingerprints = others(root, &name);
-        Ok(Self {
-            _lock: lock,
+        let cold = match &options.cold {
+            Some(cold) => Some(Arc::new(ColdTier::open(&cold.place, identity.fingerprint)?)),
+            None => None,
+        };
+        let stale = others(&options, &name);
+        let this = Self {
+            tables: Tables::open(&env)?,
             env,
-            files,
+            volume,
             self_test_files,
-            fingerprint,
-            other_fingerprints,
+            cold,
+            space: Space::new(&options, stale),
+            residents: Mutex::new(Residents::new(options.policy)),
+            manifests: Manifests::open(&dir)?,
+            options,
+            identity,
+            heat: HeatCache::default(),
+            announced: Mutex::default(),
             writing: Mutex::new(()),
-            documents,
-            chunks,
-            tokens,
-            vectors,
-            meta,
-            places,
-        })
+            placing: Mutex::new(()),
+            _lock: lock,
+        };
+        this.recover(&dir)?;
+        Ok(this)
     }
 
     /// The environment, for tables that must change together with these.
@@ -140,24 +201,29 @@ impl Store {
         &self.env
     }
 
-    /// Chunk files.
-    pub fn files(&self) -> &ChunkFiles {
-        &self.files
+    /// Chunk files on flash.
+    pub fn files(&self) -> &Volume {
+        &self.volume
+    }
+
+    /// The cold tier.
+    pub fn cold(&self) -> Option<&Arc<ColdTier>> {
+        self.cold.as_ref()
     }
 
     /// Where the chunk of the self-test lies; no document names it.
-    pub fn self_test_files(&self) -> &ChunkFiles {
+    pub fn self_test_files(&self) -> &Volume {
         &self.self_test_files
     }
 
     /// What all chunks here were compiled with.
-    pub fn fingerprint(&self) -> Fingerprint {
-        self.fingerprint
+    pub fn identity(&self) -> &Identity {
+        &self.identity
     }
 
-    /// Directories of other fingerprints: misses, reclaimable by removing them.
-    pub fn other_fingerprints(&self) -> &[String] {
-        &self.other_fingerprints
+    /// How it was opened.
+    pub fn options(&self) -> &StoreOptions {
+        &self.options
     }
 
     /// Begins reading.
@@ -175,41 +241,48 @@ impl Store {
     pub fn write(&self) -> Result<WriteTxn<'_>> {
         let _writing = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
         let txn = self.env.write_txn()?;
-        Ok(WriteTxn { store: self, txn, removed: Vec::new(), _writing })
+        let totals = self.tables.totals(&txn)?;
+        Ok(WriteTxn {
+            store: self,
+            txn,
+            totals,
+            removed: Vec::new(),
+            written: Vec::new(),
+            forgotten: Vec::new(),
+            moves: Vec::new(),
+            _writing,
+        })
     }
 
     fn document(&self, txn: &RoTxn<'_, AnyTls>, id: &str) -> Result<Option<DocumentRecord>> {
-        self.documents.get(txn, id)?.map(|b| decode(id, b)).transpose()
+        self.tables.documents.get(txn, id)?.map(|b| decode(id, b)).transpose()
     }
 
-    fn chunk(&self, txn: &RoTxn<'_, AnyTls>, id: &ChunkId) -> Result<Option<ChunkRecord>> {
-        self.chunks.get(txn, id.as_bytes())?.map(|b| decode(&id.to_string(), b)).transpose()
+    pub(crate) fn chunk(
+        &self,
+        txn: &RoTxn<'_, AnyTls>,
+        id: &ChunkId,
+    ) -> Result<Option<ChunkRecord>> {
+        self.tables.chunks.get(txn, id.as_bytes())?.map(|b| decode(&id.to_string(), b)).transpose()
+    }
+
+    pub(crate) fn heat_in(&self, txn: &RoTxn<'_, AnyTls>, id: &ChunkId) -> Heat {
+        let stored = self.tables.heat.get(txn, id.as_bytes()).ok().flatten();
+        stored.and_then(Heat::decode).unwrap_or_default()
     }
 }
 
-fn others(root: &Path, own: &str) -> Vec<String> {
-    let Ok(list) = std::fs::read_dir(root) else { return Vec::new() };
-    let mut names: Vec<String> = list
-        .flatten()
-        .filter(|e| e.path().join("index").is_dir())
-        .map(|e| e.file_name().to_string_lossy().into_owned())
-        .filter(|n| n != own)
-        .collect();
-    names.sort();
-    names
-}
-
-fn decode<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
+pub(crate) fn decode<T: DeserializeOwned>(key: &str, bytes: &[u8]) -> Result<T> {
     serde_json::from_slice(bytes)
         .map_err(|e| StoreError::Record { key: key.to_owned(), reason: e.to_string() })
 }
 
-fn encode<T: Serialize>(key: &str, value: &T) -> Result<Vec<u8>> {
+pub(crate) fn encode<T: Serialize>(key: &str, value: &T) -> Result<Vec<u8>> {
     serde_json::to_vec(value)
         .map_err(|e| StoreError::Record { key: key.to_owned(), reason: e.to_string() })
 }
 
-fn digest(key: &str, bytes: &[u8]) -> Result<ChunkId> {
+pub(crate) fn digest(key: &str, bytes: &[u8]) -> Result<ChunkId> {
     let bytes: [u8; 32] = bytes.try_into().map_err(|_| StoreError::Record {
         key: key.to_owned(),
         reason: format!("a chunk id of {} bytes", bytes.len()),
@@ -236,7 +309,7 @@ impl<'s> ReadTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn documents(&self) -> Result<Vec<DocumentRecord>> {
-        let list = self.store.documents.iter(&self.txn)?;
+        let list = self.store.tables.documents.iter(&self.txn)?;
         list.map(|entry| entry.map_err(Into::into).and_then(|(id, b)| decode(id, b))).collect()
     }
 
@@ -253,7 +326,7 @@ impl<'s> ReadTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn tokens(&self, id: &ChunkId) -> Result<Option<Vec<u32>>> {
-        let bytes = self.store.tokens.get(&self.txn, id.as_bytes())?;
+        let bytes = self.store.tables.tokens.get(&self.txn, id.as_bytes())?;
         Ok(bytes.map(|b| {
             b.chunks_exact(4).map(|t| u32::from_le_bytes([t[0], t[1], t[2], t[3]])).collect()
         }))
@@ -266,11 +339,11 @@ impl<'s> ReadTxn<'s> {
     /// If the index fails.
     pub fn place(&self, id: &ChunkId, preferred: &[String]) -> Result<Option<(String, u32)>> {
         for name in preferred {
-            if let Some(ordinal) = self.store.places.get(&self.txn, &place_key(id, name))? {
+            if let Some(ordinal) = self.store.tables.places.get(&self.txn, &place_key(id, name))? {
                 return decode(name, ordinal).map(|ordinal| Some((name.clone(), ordinal)));
             }
         }
-        let mut found = self.store.places.prefix_iter(&self.txn, id.as_bytes())?;
+        let mut found = self.store.tables.places.prefix_iter(&self.txn, id.as_bytes())?;
         let Some((key, ordinal)) = found.next().transpose()? else { return Ok(None) };
         let name = String::from_utf8_lossy(&key[id.as_bytes().len()..]).into_owned();
         decode(&name, ordinal).map(|ordinal| Some((name, ordinal)))
@@ -281,7 +354,7 @@ impl<'s> ReadTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn chunk_of_vector(&self, vector: u32) -> Result<Option<ChunkId>> {
-        let found = self.store.vectors.get(&self.txn, &vector)?;
+        let found = self.store.tables.vectors.get(&self.txn, &vector)?;
         found.map(|b| digest(&vector.to_string(), b)).transpose()
     }
 
@@ -290,16 +363,52 @@ impl<'s> ReadTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn totals(&self) -> Result<Totals> {
-        let documents = self.store.documents.len(&self.txn)?;
-        let mut totals = Totals { documents, ..Totals::default() };
-        for entry in self.store.chunks.iter(&self.txn)? {
+        self.store.tables.totals(&self.txn)
+    }
+
+    /// How warm a chunk is.
+    pub fn heat(&self, id: &ChunkId) -> Heat {
+        self.store.heat.get(id).unwrap_or_else(|| self.store.heat_in(&self.txn, id))
+    }
+
+    /// Up to `most` chunks after `after`, in the order of their ids.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn chunks_after(
+        &self,
+        after: Option<&ChunkId>,
+        most: usize,
+    ) -> Result<Vec<(ChunkId, ChunkRecord)>> {
+        use std::ops::Bound;
+        let from = after.map_or(Bound::Unbounded, |id| Bound::Excluded(id.as_bytes().as_slice()));
+        let range = self.store.tables.chunks.range(&self.txn, &(from, Bound::Unbounded))?;
+        let mut out = Vec::new();
+        for entry in range.take(most) {
             let (key, bytes) = entry?;
-            let chunk: ChunkRecord = decode(&format!("{key:02x?}"), bytes)?;
-            totals.chunks += 1;
-            totals.tokens += u64::from(chunk.rows);
-            totals.file_bytes += chunk.file_bytes;
+            let id = digest("chunks", key)?;
+            out.push((id, decode(&id.to_string(), bytes)?));
         }
-        Ok(totals)
+        Ok(out)
+    }
+
+    /// Documents that use a chunk, at most `most`.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn users(&self, id: &ChunkId, most: usize) -> Result<Vec<String>> {
+        let found = self.store.tables.places.prefix_iter(&self.txn, id.as_bytes())?;
+        let name = |key: &[u8]| String::from_utf8_lossy(&key[id.as_bytes().len()..]).into_owned();
+        found.take(most).map(|e| e.map(|(key, _)| name(key)).map_err(Into::into)).collect()
+    }
+
+    /// Chunks that may have files the index does not name.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn pending(&self) -> Result<Vec<ChunkId>> {
+        let all = self.store.tables.pending.iter(&self.txn)?;
+        all.map(|e| e.map_err(Into::into).and_then(|(k, _)| digest("pending", k))).collect()
     }
 }
 
@@ -314,8 +423,8 @@ impl<'s> WriteTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn next_vector(&mut self) -> Result<u32> {
-        let next = self.store.meta.get(&self.txn, "next-vector")?.unwrap_or(0);
-        self.store.meta.put(&mut self.txn, "next-vector", &(next + 1))?;
+        let next = self.store.tables.meta.get(&self.txn, "next-vector")?.unwrap_or(0);
+        self.store.tables.meta.put(&mut self.txn, "next-vector", &(next + 1))?;
         Ok(next)
     }
 
@@ -333,18 +442,94 @@ impl<'s> WriteTxn<'s> {
     /// If the index fails.
     pub fn put_chunk(&mut self, new: &NewChunk) -> Result<()> {
         let tokens: Vec<u8> = new.tokens.iter().flat_map(|t| t.to_le_bytes()).collect();
-        self.store.tokens.put(&mut self.txn, new.id.as_bytes(), &tokens)?;
+        self.store.tables.tokens.put(&mut self.txn, new.id.as_bytes(), &tokens)?;
         if let Some(vector) = new.vector {
-            self.store.vectors.put(&mut self.txn, &vector, new.id.as_bytes())?;
+            self.store.tables.vectors.put(&mut self.txn, &vector, new.id.as_bytes())?;
         }
-        let (rows, file_bytes) = (new.tokens.len() as u32, new.file_bytes);
-        let record = ChunkRecord { rows, file_bytes, references: 0, vector: new.vector };
+        let record = ChunkRecord {
+            rows: new.tokens.len() as u32,
+            references: 0,
+            vector: new.vector,
+            flash: new.flash,
+            cold: new.cold,
+            pinned_until: 0,
+            compute_ms: new.compute_ms,
+            departure: None,
+        };
         self.save_chunk(&new.id, &record)
     }
 
-    fn save_chunk(&mut self, id: &ChunkId, record: &ChunkRecord) -> Result<()> {
+    /// Writes a record, and keeps sums, policies and the list of pending files in step.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn save_chunk(&mut self, id: &ChunkId, record: &ChunkRecord) -> Result<()> {
+        let old = self.store.chunk(&self.txn, id)?;
+        if let Some(old) = &old {
+            self.totals.count(old, false);
+        }
+        self.totals.count(record, true);
+        for tier in [Tier::Flash, Tier::Cold] {
+            let before = old.as_ref().and_then(|o| o.placement(tier));
+            let after = record.placement(tier);
+            if before != after {
+                let heat = self.store.heat.get(id);
+                let heat = heat.unwrap_or_else(|| self.store.heat_in(&self.txn, id));
+                self.moves.push((*id, tier, after.map(|p| self.store.item(record, p, &heat))));
+            }
+        }
+        if record.flash.is_some() {
+            self.store.tables.pending.delete(&mut self.txn, id.as_bytes())?;
+        }
         let bytes = encode(&id.to_string(), record)?;
-        Ok(self.store.chunks.put(&mut self.txn, id.as_bytes(), &bytes)?)
+        Ok(self.store.tables.chunks.put(&mut self.txn, id.as_bytes(), &bytes)?)
+    }
+
+    /// Puts a chunk into a tier, or takes it out; false if the index does not know it.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn place(
+        &mut self,
+        id: &ChunkId,
+        tier: Tier,
+        placement: Option<Placement>,
+        departure: Option<Departure>,
+    ) -> Result<bool> {
+        let Some(mut record) = self.chunk(id)? else { return Ok(false) };
+        record.set_placement(tier, placement);
+        if departure.is_some() {
+            record.departure = departure;
+        }
+        self.save_chunk(id, &record).map(|()| true)
+    }
+
+    /// Notes that a chunk may have files the index does not name.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn mark_pending(&mut self, id: &ChunkId) -> Result<()> {
+        Ok(self.store.tables.pending.put(&mut self.txn, id.as_bytes(), &[])?)
+    }
+
+    /// The chunk has no file the index does not name.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn clear_pending(&mut self, id: &ChunkId) -> Result<()> {
+        self.store.tables.pending.delete(&mut self.txn, id.as_bytes())?;
+        Ok(())
+    }
+
+    /// Writes how warm chunks are; of those the index knows.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub(crate) fn put_heat(&mut self, id: &ChunkId, heat: &Heat) -> Result<()> {
+        if self.store.tables.chunks.get(&self.txn, id.as_bytes())?.is_none() {
+            return Ok(());
+        }
+        Ok(self.store.tables.heat.put(&mut self.txn, id.as_bytes(), &heat.encode())?)
     }
 
     /// Adds documents, or replaces those of the same ids. Every chunk must be known. References
@@ -359,7 +544,8 @@ impl<'s> WriteTxn<'s> {
             old.extend(self.store.document(&self.txn, &document.id)?);
             self.refer(document)?;
             let bytes = encode(&document.id, document)?;
-            self.store.documents.put(&mut self.txn, &document.id, &bytes)?;
+            self.store.tables.documents.put(&mut self.txn, &document.id, &bytes)?;
+            self.written.push((*document).clone());
         }
         let mut vectors = Vec::new();
         for document in old {
@@ -388,7 +574,7 @@ impl<'s> WriteTxn<'s> {
     fn put_places(&mut self, document: &DocumentRecord) -> Result<()> {
         for (ordinal, id) in document.chunks.iter().enumerate() {
             let bytes = encode(&document.id, &ordinal)?;
-            self.store.places.put(&mut self.txn, &place_key(id, &document.id), &bytes)?;
+            self.store.tables.places.put(&mut self.txn, &place_key(id, &document.id), &bytes)?;
         }
         Ok(())
     }
@@ -400,24 +586,31 @@ impl<'s> WriteTxn<'s> {
     /// If the index fails.
     pub fn delete_document(&mut self, id: &str) -> Result<Option<Vec<u32>>> {
         let Some(old) = self.store.document(&self.txn, id)? else { return Ok(None) };
-        self.store.documents.delete(&mut self.txn, id)?;
+        self.store.tables.documents.delete(&mut self.txn, id)?;
+        self.forgotten.push(id.to_owned());
         self.release(old).map(Some)
     }
 
     fn release(&mut self, old: DocumentRecord) -> Result<Vec<u32>> {
         let mut vectors = Vec::new();
         for id in old.chunks {
-            self.store.places.delete(&mut self.txn, &place_key(&id, &old.id))?;
+            self.store.tables.places.delete(&mut self.txn, &place_key(&id, &old.id))?;
             let Some(mut record) = self.store.chunk(&self.txn, &id)? else { continue };
             record.references = record.references.saturating_sub(1);
             if record.references > 0 {
                 self.save_chunk(&id, &record)?;
                 continue;
             }
-            self.store.chunks.delete(&mut self.txn, id.as_bytes())?;
-            self.store.tokens.delete(&mut self.txn, id.as_bytes())?;
+            self.totals.count(&record, false);
+            self.store.tables.chunks.delete(&mut self.txn, id.as_bytes())?;
+            self.store.tables.tokens.delete(&mut self.txn, id.as_bytes())?;
+            self.store.tables.heat.delete(&mut self.txn, id.as_bytes())?;
+            // Until its files are gone, also after a crash.
+            self.mark_pending(&id)?;
+            let tiers = [Tier::Flash, Tier::Cold].into_iter();
+            self.moves.extend(tiers.map(|tier| (id, tier, None)));
             if let Some(vector) = record.vector {
-                self.store.vectors.delete(&mut self.txn, &vector)?;
+                self.store.tables.vectors.delete(&mut self.txn, &vector)?;
                 vectors.push(vector);
             }
             self.removed.push(id);
@@ -426,18 +619,22 @@ impl<'s> WriteTxn<'s> {
     }
 
     /// Makes the change durable, then removes files nobody refers to any more. A crash in
-    /// between, or a file that cannot be removed, leaves a file without an index entry, which a
-    /// later ingest adopts.
+    /// between, or a file that cannot be removed, leaves a chunk on the list of pending ones.
     ///
     /// # Errors
     /// If LMDB cannot commit: nothing has changed then.
-    pub fn commit(self) -> Result<Vec<ChunkId>> {
+    pub fn commit(mut self) -> Result<Vec<ChunkId>> {
+        self.totals.documents = self.store.tables.documents.len(&self.txn)?;
+        let totals = encode("totals", &self.totals)?;
+        self.store.tables.sums.put(&mut self.txn, "totals", &totals)?;
+        // A document without a manifest is lost if the index is; one with a manifest and without
+        // an index entry only if the index is rebuilt. So a manifest goes before its entry.
+        let forgotten: Vec<String> = std::mem::take(&mut self.forgotten);
+        self.store.manifests.remove(&forgotten)?;
+        self.store.manifests.write(&self.written)?;
         self.txn.commit()?;
-        for id in &self.removed {
-            if let Err(e) = self.store.files.remove(id) {
-                tracing::warn!("chunk {id}: {e}");
-            }
-        }
+        self.store.residents().apply(&self.moves);
+        self.store.drop_files(&self.removed);
         Ok(self.removed)
     }
 }

@@ -52,13 +52,13 @@ impl DirectFile {
         }
     }
 
-    /// Writes all of `bytes` (page-aligned, whole pages) at offset 0.
+    /// Writes all of `bytes` (page-aligned, whole pages) at `offset`.
     ///
     /// # Errors
     /// The system's error, e.g. a full disk.
-    pub fn write_all(&self, bytes: &[u8]) -> std::io::Result<()> {
+    pub fn write_at(&self, bytes: &[u8], offset: u64) -> std::io::Result<()> {
         for (i, piece) in bytes.chunks(4 << 20).enumerate() {
-            self.file.write_all_at(piece, (i * (4 << 20)) as u64)?;
+            self.file.write_all_at(piece, offset + (i * (4 << 20)) as u64)?;
         }
         Ok(())
     }
@@ -106,6 +106,22 @@ impl Drop for FileLock {
         // SAFETY: a valid descriptor; closing would release the lock as well.
         unsafe { libc::flock(self.file.as_raw_fd(), libc::LOCK_UN) };
     }
+}
+
+/// Bytes an unprivileged process may still write to the file system of `path`.
+///
+/// # Errors
+/// The system's reason.
+pub fn free_bytes(path: &Path) -> Result<u64> {
+    let name = std::ffi::CString::new(path.as_os_str().as_encoded_bytes())
+        .map_err(|e| SysError::file("statvfs", path, e.into()))?;
+    // SAFETY: statvfs is plain numbers, for which zero is a value.
+    let mut found: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: a terminated path, and room for the answer.
+    if unsafe { libc::statvfs(name.as_ptr(), &raw mut found) } != 0 {
+        return Err(SysError::file("statvfs", path, std::io::Error::last_os_error()));
+    }
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 /// Makes renames and unlinks in a directory durable.

@@ -12,6 +12,7 @@ mod control;
 mod crash;
 mod doorbell;
 mod error;
+mod fault;
 mod files;
 mod lmdb;
 mod pidfd;
@@ -27,12 +28,17 @@ pub use control::{ControlListener, ControlName, connect_control};
 pub use crash::{CrashPoint, crash_point};
 pub use doorbell::Doorbell;
 pub use error::{Result, SysError};
-pub use files::{DirectFile, FileLock, evict_page_cache, sync_directory, write_atomically};
+pub use fault::{Fault, fault};
+pub use files::{
+    DirectFile, FileLock, evict_page_cache, free_bytes, sync_directory, write_atomically,
+};
 pub use lmdb::open_environment;
 pub use pidfd::PidFd;
 pub use pread::PreadPool;
 pub use process::{die_with_parent, terminate, terminate_and_wait};
-pub use reader::{EngineKind, ReadDone, ReadEngine, ReadRequest, open_engine};
+pub use reader::{
+    EngineKind, EngineOptions, REQUESTS_MAX, ReadDone, ReadEngine, ReadPart, ReadRequest, open_engine,
+};
 pub use region::{Region, SlotMut, SlotRef, Words};
 pub use segment::{Segment, shared_memory_bytes};
 pub use uring::UringReader;

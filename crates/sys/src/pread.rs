@@ -5,7 +5,7 @@ use std::thread::JoinHandle;
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 
-use crate::reader::{PIECE_BYTES, ReadDone, ReadEngine, ReadRequest};
+use crate::reader::{REQUESTS_MAX, ReadDone, ReadEngine, ReadRequest};
 
 /// A few threads, one request each at a time.
 pub struct PreadPool {
@@ -15,20 +15,20 @@ pub struct PreadPool {
 
 impl PreadPool {
     /// Starts the threads.
-    pub fn new(threads: u32, done: Sender<ReadDone>) -> Self {
-        // As many waiting as working: the loader blocks beyond that.
-        let (requests, queue) = bounded(threads as usize);
+    pub fn new(threads: u32, block: usize, done: Sender<ReadDone>) -> Self {
+        let (requests, queue) = bounded(REQUESTS_MAX);
+        let block = block.next_multiple_of(4096);
         let spawn = |_| {
             let (queue, done) = (queue.clone(), done.clone());
-            std::thread::spawn(move || work(&queue, &done))
+            std::thread::spawn(move || work(&queue, block, &done))
         };
         Self { requests: Some(requests), threads: (0..threads.max(1)).map(spawn).collect() }
     }
 }
 
-fn work(queue: &Receiver<ReadRequest>, done: &Sender<ReadDone>) {
+fn work(queue: &Receiver<ReadRequest>, block: usize, done: &Sender<ReadDone>) {
     for mut request in queue {
-        let result = fill(&mut request);
+        let result = fill(&mut request, block);
         let completion = ReadDone { tag: request.tag, target: request.target, result };
         if done.send(completion).is_err() {
             return;
@@ -36,10 +36,15 @@ fn work(queue: &Receiver<ReadRequest>, done: &Sender<ReadDone>) {
     }
 }
 
-fn fill(request: &mut ReadRequest) -> std::io::Result<()> {
-    let len = request.len.min(request.target.len());
-    for (i, piece) in request.target[..len].chunks_mut(PIECE_BYTES).enumerate() {
-        request.file.read_exact_at(piece, (i * PIECE_BYTES) as u64)?;
+fn fill(request: &mut ReadRequest, block: usize) -> std::io::Result<()> {
+    if !request.fits() {
+        return Err(std::io::ErrorKind::InvalidInput.into());
+    }
+    for part in &request.parts {
+        let target = &mut request.target[part.offset..part.offset + part.len];
+        for (i, piece) in target.chunks_mut(block).enumerate() {
+            part.file.read_exact_at(piece, part.file_offset + (i * block) as u64)?;
+        }
     }
     Ok(())
 }

@@ -12,19 +12,40 @@ use crate::pread::PreadPool;
 use crate::region::{Region, SlotMut};
 use crate::uring::UringReader;
 
-/// Bytes of one read operation.
-pub(crate) const PIECE_BYTES: usize = 1 << 20;
+/// Part of a file, and where in the target it goes.
+#[derive(Clone)]
+pub struct ReadPart {
+    /// Opened with O_DIRECT where possible.
+    pub file: Arc<File>,
+    /// First byte in the file; a multiple of the page size.
+    pub file_offset: u64,
+    /// First byte in the target; a multiple of the page size.
+    pub offset: usize,
+    /// Bytes; a multiple of the page size.
+    pub len: usize,
+}
 
-/// Fill `target` from the beginning of `file`.
+/// Fill `target` from parts of files.
 pub struct ReadRequest {
     /// The caller's name for it.
     pub tag: u64,
-    /// Opened with O_DIRECT where possible.
-    pub file: Arc<File>,
-    /// Bytes to read; at most the target's length, a multiple of the page size.
-    pub len: usize,
+    /// What to read; parts do not overlap in the target and lie inside it.
+    pub parts: Vec<ReadPart>,
     /// Where to.
     pub target: SlotMut,
+}
+
+impl ReadRequest {
+    /// The first `len` bytes of one file.
+    pub fn whole(tag: u64, file: Arc<File>, len: usize, target: SlotMut) -> Self {
+        Self { tag, parts: vec![ReadPart { file, file_offset: 0, offset: 0, len }], target }
+    }
+
+    /// Whether every part lies inside the target.
+    pub(crate) fn fits(&self) -> bool {
+        let inside = |p: &ReadPart| p.offset.checked_add(p.len).is_some_and(|e| e <= self.target.len());
+        self.parts.iter().all(inside)
+    }
 }
 
 /// A finished request.
@@ -39,8 +60,8 @@ pub struct ReadDone {
 
 /// Something that reads files into slots.
 pub trait ReadEngine: Send + Sync {
-    /// Starts a request; its completion arrives on the channel the engine was made with. Blocks
-    /// while the engine's queue is full.
+    /// Starts a request; its completion arrives on the channel the engine was made with. Does not
+    /// wait for the device while at most [`REQUESTS_MAX`] requests are under way.
     fn submit(&self, request: ReadRequest);
 
     /// What the engine is, for logs and status.
@@ -58,24 +79,46 @@ pub enum EngineKind {
     Pread,
 }
 
+/// Requests an engine takes without waiting, however slow the device is.
+pub const REQUESTS_MAX: usize = 256;
+
+/// How an engine works.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EngineOptions {
+    /// Which one.
+    pub kind: EngineKind,
+    /// Reads in flight.
+    pub depth: u32,
+    /// Bytes of one read; rounded up to pages.
+    pub block: usize,
+    /// A kernel thread takes submissions: fewer system calls, one more busy core.
+    pub sqpoll: bool,
+}
+
+impl Default for EngineOptions {
+    fn default() -> Self {
+        Self { kind: EngineKind::Auto, depth: 32, block: 1 << 20, sqpoll: false }
+    }
+}
+
 /// Opens an engine; the note says why a fallback was taken.
 ///
 /// # Errors
 /// If io_uring was demanded and is not available.
 pub fn open_engine(
-    kind: EngineKind,
-    depth: u32,
+    options: EngineOptions,
     region: &Arc<Region>,
     done: Sender<ReadDone>,
 ) -> crate::Result<(Arc<dyn ReadEngine>, Option<String>)> {
-    if kind == EngineKind::Pread {
-        return Ok((Arc::new(PreadPool::new(depth.min(8), done)), None));
+    let pread = || Arc::new(PreadPool::new(options.depth.min(8), options.block, done.clone()));
+    if options.kind == EngineKind::Pread {
+        return Ok((pread(), None));
     }
-    match UringReader::new(depth, region, done.clone()) {
+    match UringReader::new(options, region, done.clone()) {
         Ok(engine) => Ok((Arc::new(engine), None)),
-        Err(e) if kind == EngineKind::Auto => {
+        Err(e) if options.kind == EngineKind::Auto => {
             let note = format!("io_uring is not available ({e}); reading with pread threads");
-            Ok((Arc::new(PreadPool::new(depth.min(8), done)), Some(note)))
+            Ok((pread(), Some(note)))
         }
         Err(e) => Err(e),
     }

@@ -1,8 +1,9 @@
 //! The io_uring engine: one thread, one ring, one blocking wait.
 //!
-//! Requests are cut into pieces of 1 MiB that fill the queue across requests, so that a deep
-//! queue stays deep between files. New requests wake the thread through an eventfd that is
-//! itself read through the ring. The arena is registered where the memory-lock limit allows.
+//! Requests are cut into pieces of one block that fill the queue across requests and their files,
+//! so that a deep queue stays deep between files, and all free places are filled with one system
+//! call. New requests wake the thread through an eventfd that is itself read through the ring. The
+//! arena is registered where the memory-lock limit allows; so are files, while they are read.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,13 +16,15 @@ use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded};
 use io_uring::{IoUring, opcode, squeue, types};
 
 use crate::error::{Result, SysError};
-use crate::reader::{PIECE_BYTES, ReadDone, ReadEngine, ReadRequest};
+use crate::reader::{EngineOptions, REQUESTS_MAX, ReadDone, ReadEngine, ReadRequest};
 use crate::region::Region;
 
 /// The kernel refuses larger registered buffers.
 const REGISTERED_BYTES_MAX: usize = 1 << 30;
-/// Requests waiting for the thread; beyond that the loader blocks.
-const REQUESTS_MAX: usize = 64;
+/// Files registered at a time; others are read through their descriptors.
+const FILES_MAX: usize = 128;
+/// How long the kernel's submission thread stays awake without work.
+const SQPOLL_IDLE_MS: u32 = 50;
 const WAKE: u64 = u64::MAX;
 
 /// Reads through io_uring.
@@ -34,7 +37,10 @@ pub struct UringReader {
 
 struct Operation {
     request: ReadRequest,
-    /// Next byte no piece covers yet.
+    /// Place of each part's file among the registered ones.
+    files: Vec<Option<u32>>,
+    /// Next part, and byte of it, that no piece covers yet.
+    part: usize,
     next: usize,
     in_flight: usize,
     error: Option<std::io::Error>,
@@ -43,6 +49,8 @@ struct Operation {
 #[derive(Clone, Copy)]
 struct Piece {
     operation: usize,
+    part: usize,
+    /// From the beginning of the part.
     offset: usize,
     len: usize,
 }
@@ -50,7 +58,11 @@ struct Piece {
 struct Driver {
     ring: IoUring,
     registered: bool,
+    block: usize,
+    /// Places for registered files that are free; none at all where the kernel has no table.
+    free_files: Vec<u32>,
     base: usize,
+    region_bytes: usize,
     operations: Vec<Option<Operation>>,
     /// Operations with bytes no piece covers yet, in order of arrival.
     open: VecDeque<usize>,
@@ -67,13 +79,24 @@ impl UringReader {
     ///
     /// # Errors
     /// If the kernel does not allow io_uring here.
-    pub fn new(depth: u32, region: &Arc<Region>, done: Sender<ReadDone>) -> Result<Self> {
+    pub fn new(
+        options: EngineOptions,
+        region: &Arc<Region>,
+        done: Sender<ReadDone>,
+    ) -> Result<Self> {
         let call = |what| move |source| SysError::Call { what, source };
-        let ring = IoUring::builder()
-            .setup_clamp()
-            .build(depth.max(1) + 1)
-            .map_err(call("io_uring_setup"))?;
+        let depth = options.depth.max(1);
+        let mut builder = IoUring::builder();
+        builder.setup_clamp();
+        if options.sqpoll {
+            builder.setup_sqpoll(SQPOLL_IDLE_MS);
+        }
+        let ring = builder.build(depth + 1).map_err(call("io_uring_setup"))?;
         let registered = register(&ring, region);
+        let free_files = match ring.submitter().register_files_sparse(FILES_MAX as u32) {
+            Ok(()) => (0..FILES_MAX as u32).rev().collect(),
+            Err(_) => Vec::new(),
+        };
         // SAFETY: no memory is passed.
         let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if fd < 0 {
@@ -82,11 +105,15 @@ impl UringReader {
         // SAFETY: a fresh descriptor nobody else owns.
         let wake = unsafe { File::from_raw_fd(fd) };
         let (requests, queue) = bounded(REQUESTS_MAX);
-        let depth = depth.max(1) as usize;
+        let depth = depth as usize;
+        let files = if free_files.is_empty() { "" } else { ", registered files" };
         let mut driver = Driver {
             ring,
             registered: registered.is_ok(),
+            block: options.block.next_multiple_of(4096).max(4096),
+            free_files,
             base: region.base() as usize,
+            region_bytes: region.len(),
             operations: Vec::new(),
             open: VecDeque::new(),
             again: Vec::new(),
@@ -107,7 +134,11 @@ impl UringReader {
             Ok(()) => "registered buffers".to_owned(),
             Err(e) => format!("unregistered buffers: {e}"),
         };
-        let description = format!("io_uring, depth {depth}, {how}");
+        let poll = if options.sqpoll { ", SQPOLL" } else { "" };
+        let description = format!(
+            "io_uring, depth {depth}, blocks of {} KiB, {how}{files}{poll}",
+            options.block >> 10
+        );
         Ok(Self { requests: Some(requests), wake, thread: Some(thread), description })
     }
 }
@@ -169,7 +200,7 @@ impl Driver {
         loop {
             match queue.try_recv() {
                 Ok(request) => {
-                    let operation = Operation { request, next: 0, in_flight: 0, error: None };
+                    let operation = self.operation(request);
                     let at = self.operations.iter().position(Option::is_none);
                     let at = at.unwrap_or_else(|| {
                         self.operations.push(None);
@@ -180,6 +211,43 @@ impl Driver {
                 }
                 Err(TryRecvError::Empty) => return false,
                 Err(TryRecvError::Disconnected) => return true,
+            }
+        }
+    }
+
+    fn operation(&mut self, request: ReadRequest) -> Operation {
+        let error = (!request.fits()).then(|| std::io::ErrorKind::InvalidInput.into());
+        let mut files: Vec<Option<u32>> = Vec::with_capacity(request.parts.len());
+        for (i, part) in request.parts.iter().enumerate() {
+            // A stripe names each of its files many times.
+            let same = request.parts[..i].iter().position(|p| Arc::ptr_eq(&p.file, &part.file));
+            let place = match same {
+                Some(earlier) => files[earlier],
+                None => self.register_file(&part.file),
+            };
+            files.push(place);
+        }
+        Operation { request, files, part: 0, next: 0, in_flight: 0, error }
+    }
+
+    fn register_file(&mut self, file: &File) -> Option<u32> {
+        let place = self.free_files.pop()?;
+        match self.ring.submitter().register_files_update(place, &[file.as_raw_fd()]) {
+            Ok(_) => Some(place),
+            Err(_) => {
+                self.free_files.push(place);
+                None
+            }
+        }
+    }
+
+    /// Gives up the places of an operation's files.
+    fn unregister(&mut self, files: &[Option<u32>]) {
+        for place in files.iter().flatten() {
+            if !self.free_files.contains(place) {
+                // Fails only if the place is not in the table; then it holds nothing.
+                let _ = self.ring.submitter().register_files_update(*place, &[-1]);
+                self.free_files.push(*place);
             }
         }
     }
@@ -220,15 +288,19 @@ impl Driver {
                 self.open.pop_front();
                 continue;
             };
-            let len = PIECE_BYTES.min(o.request.len - o.next);
-            if len == 0 || o.error.is_some() {
+            while o.request.parts.get(o.part).is_some_and(|p| o.next == p.len) {
+                (o.part, o.next) = (o.part + 1, 0);
+            }
+            let part = o.request.parts.get(o.part).filter(|_| o.error.is_none());
+            let Some(part) = part else {
                 self.open.pop_front();
                 if o.in_flight == 0 {
                     self.finish(operation);
                 }
                 continue;
-            }
-            let piece = Piece { operation, offset: o.next, len };
+            };
+            let len = self.block.min(part.len - o.next);
+            let piece = Piece { operation, part: o.part, offset: o.next, len };
             o.next += len;
             o.in_flight += 1;
             return Some(piece);
@@ -237,17 +309,35 @@ impl Driver {
 
     fn start(&mut self, slot: usize, piece: Piece) {
         let Some(o) = self.operations[piece.operation].as_mut() else { return };
-        let fd = types::Fd(o.request.file.as_raw_fd());
-        let p = o.request.target[piece.offset..piece.offset + piece.len].as_mut_ptr();
-        let (len, at) = (piece.len as u32, piece.offset as u64);
-        let first = (p as usize - self.base) / REGISTERED_BYTES_MAX;
-        let last = (p as usize - self.base + piece.len - 1) / REGISTERED_BYTES_MAX;
-        let entry = if self.registered && first == last {
-            opcode::ReadFixed::new(fd, p, len, first as u16).offset(at).build()
-        } else {
-            opcode::Read::new(fd, p, len).offset(at).build()
+        let part = &o.request.parts[piece.part];
+        let start = part.offset + piece.offset;
+        let file = o.files[piece.part];
+        let (fd, at) = (part.file.as_raw_fd(), part.file_offset + piece.offset as u64);
+        let p = o.request.target[start..start + piece.len].as_mut_ptr();
+        let buffer = self.registered_buffer(p, piece.len);
+        let len = piece.len as u32;
+        macro_rules! read {
+            ($file:expr) => {
+                match buffer {
+                    Some(index) => opcode::ReadFixed::new($file, p, len, index).offset(at).build(),
+                    None => opcode::Read::new($file, p, len).offset(at).build(),
+                }
+            };
+        }
+        let entry = match file {
+            Some(place) => read!(types::Fixed(place)),
+            None => read!(types::Fd(fd)),
         };
         self.push(&entry.user_data(slot as u64));
+    }
+
+    /// The registered buffer that holds a target; none for those outside the region, such as a
+    /// compressed file's.
+    fn registered_buffer(&self, p: *mut u8, len: usize) -> Option<u16> {
+        let from_base = (p as usize).wrapping_sub(self.base);
+        let first = from_base / REGISTERED_BYTES_MAX;
+        let last = from_base.wrapping_add(len - 1) / REGISTERED_BYTES_MAX;
+        (self.registered && from_base < self.region_bytes && first == last).then_some(first as u16)
     }
 
     fn complete(&mut self, slot: usize, result: i32) {
@@ -271,7 +361,9 @@ impl Driver {
         }
         o.in_flight -= 1;
         o.error = o.error.take().or(failure);
-        let covered = o.next == o.request.len || o.error.is_some();
+        let all = o.request.parts.iter().skip(o.part).enumerate();
+        let rest: usize = all.map(|(i, p)| if i == 0 { p.len - o.next } else { p.len }).sum();
+        let covered = rest == 0 || o.error.is_some();
         if covered && o.in_flight == 0 {
             self.finish(piece.operation);
         }
@@ -279,6 +371,7 @@ impl Driver {
 
     fn finish(&mut self, operation: usize) {
         if let Some(o) = self.operations[operation].take() {
+            self.unregister(&o.files);
             let result = o.error.map_or(Ok(()), Err);
             // A loader that is gone needs no completion; the slot is released here.
             let _ =

@@ -235,6 +235,9 @@ pub struct Encoding {
 }
 
 impl Encoding {
+    /// What is computed: bf16 rows, no codec. Reuse of one chunk is then bit-exact.
+    pub const EXACT: Self = Self::new(KvDtype::Bf16, Codec::None);
+
     /// An encoding in the one layout there is.
     pub const fn new(dtype: KvDtype, codec: Codec) -> Self {
         Self { dtype, codec, layout: LayoutId::Tile16 }

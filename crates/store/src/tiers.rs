@@ -1,0 +1,584 @@
+//! Bringing chunks into tiers and out of them.
+//!
+//! Physical bytes are counted before they are written, so a capacity holds at every moment. Room
+//! is made in this order: files no index entry names, other identities' data, and then what the
+//! policy values least. An eviction is in the index before the file is gone: a listed chunk is
+//! readable or will be found out.
+
+use std::sync::{MutexGuard, PoisonError};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use matkv_format::{ChunkFile, Superblock};
+use matkv_sys::{Region, SlotMut};
+use matkv_types::{ChunkId, Encoding};
+
+use crate::error::{Result, StoreError};
+use crate::heat::Heat;
+use crate::policy::Item;
+use crate::records::{ChunkRecord, Departure, Placement, Tier};
+use crate::residents::Residents;
+use crate::store::Store;
+
+/// Evictions of one index change.
+const BATCH: usize = 64;
+/// Milliseconds to compute a row, before anything has been measured.
+const COMPUTE_MS_PER_ROW: f64 = 2.0;
+
+/// Seconds since 1970.
+pub fn unix_seconds() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// Copies bytes into memory that can be written past the page cache.
+///
+/// # Errors
+/// If there is nothing to copy.
+pub fn page_aligned(bytes: &[u8]) -> Result<SlotMut> {
+    let mut slot = Region::anonymous(bytes.len()).exclusive(0..bytes.len())?;
+    slot.copy_from_slice(bytes);
+    Ok(slot)
+}
+
+impl Store {
+    pub(crate) fn residents(&self) -> MutexGuard<'_, Residents> {
+        self.residents.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a policy weighs.
+    pub(crate) fn item(&self, record: &ChunkRecord, placement: &Placement, heat: &Heat) -> Item {
+        let measured = f64::from(record.compute_ms);
+        let ms = if measured > 0.0 { measured } else { f64::from(record.rows) * COMPUTE_MS_PER_ROW };
+        let frequency = heat.count_at(unix_seconds(), self.options.promotion.half_life);
+        Item {
+            bytes: placement.physical.max(1),
+            cost: ms / 1e3,
+            frequency: f64::from(frequency),
+        }
+    }
+
+    /// Enters what the index names into the policies: in the background after a start, at once
+    /// when something must leave that is not known yet.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn load_residents(&self, go_on: &dyn Fn() -> bool) -> Result<()> {
+        let mut after = None;
+        loop {
+            let read = self.read()?;
+            let batch = read.chunks_after(after.as_ref(), 4096)?;
+            let Some((last, _)) = batch.last() else { break };
+            after = Some(*last);
+            let mut residents = self.residents();
+            for (id, record) in &batch {
+                let heat = read.heat(id);
+                for tier in [Tier::Flash, Tier::Cold] {
+                    if let Some(placement) = record.placement(tier) {
+                        let item = self.item(record, placement, &heat);
+                        residents.of(tier).insert(*id, item);
+                    }
+                }
+            }
+            drop(residents);
+            if !go_on() {
+                return Ok(());
+            }
+        }
+        self.residents().complete = true;
+        Ok(())
+    }
+
+    /// Writes a chunk file to flash, for which room is made. The index does not know it yet.
+    ///
+    /// `file` is sealed, in page-aligned memory.
+    ///
+    /// # Errors
+    /// [`StoreError::Full`] or [`StoreError::NoSpace`] if there is no room, and the system's
+    /// reasons; nothing is left behind.
+    pub fn write_file(&self, id: &ChunkId, file: &[u8]) -> Result<Placement> {
+        let outcome = self.try_write_file(id, file);
+        match &outcome {
+            Ok(_) => self.space.set_degraded(None),
+            Err(e @ (StoreError::NoSpace { .. } | StoreError::Full { .. })) => {
+                self.space.set_degraded(Some(format!("chunks are not stored: {e}")));
+            }
+            Err(_) => {}
+        }
+        outcome
+    }
+
+    fn try_write_file(&self, id: &ChunkId, file: &[u8]) -> Result<Placement> {
+        let found = Superblock::decode(file)?;
+        let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
+        let physical = file.len() as u64 * self.volume.copies() as u64;
+        self.make_room(physical, id)?;
+        let before = self.volume.physical_bytes(id);
+        self.space.add(physical);
+        if let Err(e) = self.volume.write(id, file) {
+            self.space.subtract(physical);
+            return Err(e);
+        }
+        // What was there before has been replaced; what the file system really took counts.
+        let after = self.volume.physical_bytes(id);
+        self.space.add(after);
+        self.space.subtract(physical + before);
+        Ok(Placement {
+            encoding: found.encoding,
+            bytes: file.len() as u64,
+            physical: after,
+            checksum: found.checksum(),
+        })
+    }
+
+    /// Whether so many bytes are too many for the capacity, or for the file system.
+    fn lacks(&self, more: u64) -> Result<bool> {
+        let reserve = self.options.reserve;
+        Ok(self.space.exceeds(more)
+            || (reserve > 0 && self.volume.free_bytes()? < reserve.saturating_add(more)))
+    }
+
+    /// Makes room on flash.
+    fn make_room(&self, more: u64, for_: &ChunkId) -> Result<()> {
+        if !self.lacks(more)? {
+            return Ok(());
+        }
+        self.remove_pending(Some(for_))?;
+        while self.lacks(more)? {
+            let Some(stale) = self.space.stale().pop() else { break };
+            tracing::info!("removing {} bytes of {}: room is needed", stale.bytes, stale.name);
+            stale.remove_files(&self.options.root)?;
+        }
+        while self.lacks(more)? {
+            if self.evict_some(Tier::Flash, "room was needed", |s| s.lacks(more))? == 0 {
+                let used = self.space.used() + self.space.stale_bytes();
+                return Err(match self.space.capacity() {
+                    Some(capacity) if self.space.exceeds(more) => {
+                        let key = "storage.capacity";
+                        StoreError::Full { tier: Tier::Flash, used, capacity, key }
+                    }
+                    _ => StoreError::NoSpace {
+                        chunk: *for_,
+                        bytes: more as usize,
+                        path: self.options.root.clone(),
+                    },
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes out what the policy values least while `more` says so, at most a batch. Returns how
+    /// many have left.
+    pub(crate) fn evict_some(
+        &self,
+        tier: Tier,
+        why: &str,
+        more: impl Fn(&Self) -> Result<bool>,
+    ) -> Result<usize> {
+        let now = unix_seconds();
+        let mut txn = self.write()?;
+        let (mut gone, mut freed) = (Vec::new(), 0u64);
+        let most = self.bytes_over(tier).max(1);
+        while gone.len() < BATCH && (gone.is_empty() || freed < most) && more(self)? {
+            let mut may_leave = |id: &ChunkId| {
+                txn.chunk(id).ok().flatten().is_none_or(|r| !r.is_pinned(now))
+            };
+            let mut residents = self.residents();
+            let mut victim = residents.of(tier).evict(&mut may_leave);
+            let complete = residents.complete;
+            drop(residents);
+            if victim.is_none() && !complete {
+                self.load_residents(&|| true)?;
+                victim = self.residents().of(tier).evict(&mut may_leave);
+            }
+            let Some(id) = victim else { break };
+            let Some(record) = txn.chunk(&id)? else { continue };
+            let Some(placement) = record.placement(tier) else { continue };
+            freed += placement.physical;
+            let departure = Departure { tier, at: now, why: why.to_owned() };
+            if tier == Tier::Flash {
+                txn.mark_pending(&id)?;
+            }
+            txn.place(&id, tier, None, Some(departure))?;
+            gone.push(id);
+        }
+        txn.commit()?;
+        match tier {
+            Tier::Flash => self.drop_files(&gone),
+            Tier::Cold => self.drop_objects(&gone),
+        }
+        Ok(gone.len())
+    }
+
+    /// Bytes a tier holds beyond what it may.
+    fn bytes_over(&self, tier: Tier) -> u64 {
+        match tier {
+            Tier::Flash => {
+                let used = self.space.used() + self.space.stale_bytes();
+                self.space.capacity().map_or(0, |c| used.saturating_sub(c))
+            }
+            Tier::Cold => {
+                let used = self.read().and_then(|r| r.totals()).map_or(0, |t| t.cold_bytes);
+                let capacity = self.options.cold.as_ref().and_then(|c| c.tier.capacity);
+                capacity.map_or(0, |c| used.saturating_sub(c))
+            }
+        }
+    }
+
+    /// Removes files of chunks that the index does not have on flash any more.
+    pub(crate) fn drop_files(&self, ids: &[ChunkId]) {
+        for id in ids {
+            let bytes = self.volume.physical_bytes(id);
+            match self.volume.remove(id) {
+                Ok(()) => self.space.subtract(bytes),
+                Err(e) => tracing::warn!("chunk {id}: {e}"),
+            }
+        }
+    }
+
+    fn drop_objects(&self, ids: &[ChunkId]) {
+        let Some(cold) = &self.cold else { return };
+        for id in ids {
+            if let Err(e) = cold.remove(id) {
+                tracing::warn!("chunk {id}: {e}");
+            }
+        }
+    }
+
+    /// Removes files that no index entry names, but not those of an ingest that is under way, nor
+    /// `except`. Returns files and bytes.
+    pub(crate) fn remove_pending(&self, except: Option<&ChunkId>) -> Result<(u64, u64)> {
+        let read = self.read()?;
+        let pending = read.pending()?;
+        let mut gone = Vec::new();
+        let mut out = (0, 0);
+        for id in pending {
+            if Some(&id) == except || self.announced().contains(&id) {
+                continue;
+            }
+            if read.chunk(&id)?.is_none_or(|r| r.flash.is_none()) {
+                let bytes = self.volume.physical_bytes(&id);
+                out = (out.0 + u64::from(bytes > 0), out.1 + bytes);
+                self.drop_files(&[id]);
+            }
+            gone.push(id);
+        }
+        drop(read);
+        if gone.is_empty() {
+            return Ok(out);
+        }
+        let mut txn = self.write()?;
+        for id in &gone {
+            txn.clear_pending(id)?;
+        }
+        txn.commit()?;
+        Ok(out)
+    }
+
+    /// Says that files of these chunks are about to be written, before they are: whatever a crash
+    /// leaves is then known.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn announce(&self, ids: &[ChunkId]) -> Result<()> {
+        if ids.is_empty() {
+            return Ok(());
+        }
+        let mut txn = self.write()?;
+        ids.iter().try_for_each(|id| txn.mark_pending(id))?;
+        txn.commit()?;
+        self.announced().extend(ids);
+        Ok(())
+    }
+
+    /// The ingest that announced these chunks has ended.
+    pub fn withdraw(&self, ids: &[ChunkId]) {
+        let mut announced = self.announced();
+        ids.iter().for_each(|id| {
+            announced.remove(id);
+        });
+    }
+
+    /// A chunk has been used; `near` are those close to it in embedding space.
+    pub fn touch(&self, ids: &[ChunkId], near: &[ChunkId]) {
+        let now = unix_seconds();
+        let half_life = self.options.promotion.half_life;
+        let Ok(read) = self.read() else { return };
+        for id in ids {
+            let stored = || self.heat_in(read.txn(), id);
+            self.heat.change(*id, stored, |heat| {
+                heat.count = heat.count_at(now, half_life) + 1.0;
+                heat.last = now;
+            });
+        }
+        let mut residents = self.residents();
+        ids.iter().for_each(|id| residents.access(id, near));
+    }
+
+    /// How long a load took.
+    pub fn measured_load(&self, id: &ChunkId, ms: f32) {
+        let Ok(read) = self.read() else { return };
+        self.heat.change(*id, || self.heat_in(read.txn(), id), |heat| heat.load_ms = ms);
+    }
+
+    /// Writes what has become warmer or colder.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn flush_heat(&self) -> Result<()> {
+        let changed = self.heat.snapshot();
+        if changed.is_empty() {
+            return Ok(());
+        }
+        let mut txn = self.write()?;
+        for (id, heat) in &changed {
+            txn.put_heat(id, heat)?;
+        }
+        txn.commit()?;
+        self.heat.written(&changed);
+        Ok(())
+    }
+
+    /// A chunk's file from a tier, verified whole.
+    ///
+    /// # Errors
+    /// What is wrong with it, or why it cannot be read.
+    pub fn read_verified(
+        &self,
+        id: &ChunkId,
+        tier: Tier,
+        copy: usize,
+    ) -> Result<(SlotMut, Superblock)> {
+        let bytes = match tier {
+            Tier::Flash => self.volume.read_copy(id, copy).map_err(|source| StoreError::File {
+                what: "read",
+                path: self.volume.path(id),
+                source,
+            })?,
+            Tier::Cold => {
+                let cold = self.cold.as_ref().ok_or(StoreError::ColdMissing)?;
+                page_aligned(&cold.get(id)?)?
+            }
+        };
+        let tokens = self.read()?.tokens(id)?;
+        let tokens = tokens.ok_or_else(|| StoreError::Refused(format!("no chunk {id}")))?;
+        let found = ChunkFile::verify(&bytes, &self.identity.expectation(*id, &tokens))?;
+        if bytes.len() != found.file_len() {
+            return Err(matkv_format::FormatError::Length {
+                expected: found.file_len(),
+                found: bytes.len(),
+            }
+            .into());
+        }
+        Ok((bytes, found))
+    }
+
+    /// The first good copy on flash, or the reason why the last is not.
+    pub(crate) fn read_any_copy(&self, id: &ChunkId) -> Result<(SlotMut, Superblock)> {
+        let mut outcome = self.read_verified(id, Tier::Flash, 0);
+        for copy in 1..self.volume.copies() {
+            if outcome.is_ok() {
+                break;
+            }
+            outcome = self.read_verified(id, Tier::Flash, copy);
+        }
+        outcome
+    }
+
+    fn recoded(
+        &self,
+        id: &ChunkId,
+        (bytes, found): (&[u8], &Superblock),
+        to: Encoding,
+        level: i32,
+    ) -> Result<Vec<u8>> {
+        // A tier's row type is not undone by another's: what is narrower stays so.
+        let narrower = to.dtype.bits() < found.encoding.dtype.bits();
+        let dtype = if narrower { to.dtype } else { found.encoding.dtype };
+        let to = Encoding::new(dtype, to.codec);
+        if to == found.encoding {
+            return Ok(bytes[..found.file_len()].to_vec());
+        }
+        let tokens = self.read()?.tokens(id)?.unwrap_or_default();
+        let expect = self.identity.expectation(*id, &tokens);
+        Ok(ChunkFile::transcode(bytes, found, &expect, to, level)?)
+    }
+
+    /// Copies a chunk from flash to the cold tier, and then takes it off flash.
+    ///
+    /// # Errors
+    /// If it cannot be read, or the cold tier does not take it: it stays where it is.
+    pub fn demote(&self, id: &ChunkId, why: &str) -> Result<u64> {
+        let (Some(cold), Some(options)) = (&self.cold, &self.options.cold) else {
+            return Err(StoreError::Refused("there is no cold tier; set cold.url".into()));
+        };
+        let record = self.read()?.chunk(id)?;
+        let Some(record) = record.filter(|r| r.flash.is_some()) else {
+            return Err(StoreError::Refused(format!("chunk {id} is not on flash")));
+        };
+        let mut placement = record.cold;
+        if placement.is_none() {
+            let (bytes, found) = self.read_any_copy(id)?;
+            let tier = &options.tier;
+            let file = self.recoded(id, (&bytes, &found), tier.encoding, tier.level)?;
+            let there = cold.put(id, file)?;
+            let len = there.file_len() as u64;
+            placement = Some(Placement {
+                encoding: there.encoding,
+                bytes: len,
+                physical: len,
+                checksum: there.checksum(),
+            });
+        }
+        let mut txn = self.write()?;
+        // It may have been deleted meanwhile: then the object goes too.
+        let departure = Departure { tier: Tier::Flash, at: unix_seconds(), why: why.to_owned() };
+        if !txn.place(id, Tier::Cold, placement, None)? {
+            drop(txn);
+            self.drop_objects(&[*id]);
+            return Ok(0);
+        }
+        txn.mark_pending(id)?;
+        txn.place(id, Tier::Flash, None, Some(departure))?;
+        txn.commit()?;
+        self.drop_files(&[*id]);
+        Ok(record.flash.map_or(0, |p| p.physical))
+    }
+
+    /// Keeps tiers between their watermarks: what is valued least goes to the cold tier, and out
+    /// of that when it is full. Asks before every chunk. Returns chunks and bytes moved.
+    ///
+    /// # Errors
+    /// If the index fails, or the cold tier takes nothing.
+    pub fn balance(&self, go_on: &dyn Fn(u64) -> bool) -> Result<(u64, u64)> {
+        let mut moved = (0, 0);
+        if self.cold.is_none() {
+            return Ok(moved);
+        }
+        while self.bytes_over(Tier::Cold) > 0
+            && self.evict_some(Tier::Cold, "cold.capacity", |s| Ok(s.bytes_over(Tier::Cold) > 0))? > 0
+        {}
+        let Some(capacity) = self.space.capacity() else { return Ok(moved) };
+        let share = |share: f64| (capacity as f64 * share) as u64;
+        if self.space.used() <= share(self.options.high_watermark) {
+            return Ok(moved);
+        }
+        let now = unix_seconds();
+        while self.space.used() > share(self.options.low_watermark) && go_on(moved.1) {
+            let read = self.read()?;
+            let mut may_leave =
+                |id: &ChunkId| read.chunk(id).ok().flatten().is_none_or(|r| !r.is_pinned(now));
+            let victim = self.residents().of(Tier::Flash).evict(&mut may_leave);
+            let Some(id) = victim else { break };
+            let Some(record) = read.chunk(&id)?.filter(|r| r.flash.is_some()) else { continue };
+            let heat = read.heat(&id);
+            drop(read);
+            match self.demote(&id, "above storage.high_watermark") {
+                Ok(bytes) => moved = (moved.0 + 1, moved.1 + bytes),
+                Err(e) => {
+                    // It has not left after all.
+                    if let Some(placement) = &record.flash {
+                        let item = self.item(&record, placement, &heat);
+                        self.residents().of(Tier::Flash).insert(id, item);
+                    }
+                    return Err(e);
+                }
+            }
+        }
+        Ok(moved)
+    }
+
+    /// Copies a chunk from the cold tier to flash; it stays in both.
+    ///
+    /// # Errors
+    /// If it cannot be read or there is no room.
+    pub fn promote(&self, id: &ChunkId) -> Result<u64> {
+        let record = self.read()?.chunk(id)?;
+        match record {
+            Some(record) if record.flash.is_some() => return Ok(0),
+            Some(record) if record.cold.is_some() => {}
+            _ => return Err(StoreError::Refused(format!("chunk {id} is not in the cold tier"))),
+        }
+        let (bytes, found) = self.read_verified(id, Tier::Cold, 0)?;
+        let flash = &self.options.flash;
+        let file = self.recoded(id, (&bytes, &found), flash.encoding, flash.level)?;
+        self.put_on_flash(id, &page_aligned(&file)?)
+    }
+
+    /// Writes a file to flash and names it in the index at once. Returns its physical bytes; 0 if
+    /// the chunk is not known any more.
+    ///
+    /// # Errors
+    /// As [`Self::write_file`], or if the index fails.
+    pub fn put_on_flash(&self, id: &ChunkId, file: &[u8]) -> Result<u64> {
+        self.announce(&[*id])?;
+        let outcome = self.write_file(id, file).and_then(|placement| {
+            let mut txn = self.write()?;
+            let known = txn.place(id, Tier::Flash, Some(placement), None)?;
+            txn.commit()?;
+            Ok(if known { placement.physical } else { 0 })
+        });
+        self.withdraw(&[*id]);
+        if matches!(outcome, Ok(0)) {
+            self.remove_pending(None)?;
+        }
+        outcome
+    }
+
+    /// A copy of a chunk that must not be used is kept aside; if there is no other, the chunk is
+    /// not on flash any more.
+    ///
+    /// # Errors
+    /// If it can be neither moved nor removed, or the index fails.
+    pub fn quarantine(&self, id: &ChunkId, copy: usize, why: &str) -> Result<bool> {
+        let bytes = self.volume.physical_bytes(id);
+        if !self.volume.quarantine_copy(id, copy)? {
+            return Ok(false);
+        }
+        if !self.volume.exists(id) {
+            self.lost(id, Tier::Flash, &format!("quarantined: {why}"))?;
+            // What is kept for inspection takes room too.
+            self.space.add(bytes);
+        }
+        Ok(true)
+    }
+
+    /// The index does not name a chunk's bytes in a tier any more.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn lost(&self, id: &ChunkId, tier: Tier, why: &str) -> Result<()> {
+        let mut txn = self.write()?;
+        let before = txn.chunk(id)?.and_then(|r| r.placement(tier).map(|p| p.physical));
+        let Some(before) = before else { return Ok(()) };
+        let departure = Departure { tier, at: unix_seconds(), why: why.to_owned() };
+        txn.place(id, tier, None, Some(departure))?;
+        txn.commit()?;
+        if tier == Tier::Flash {
+            self.space.subtract(before);
+        }
+        Ok(())
+    }
+
+    /// Writes a copy again from one that is good.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be written.
+    pub fn heal(&self, id: &ChunkId, copy: usize) -> Result<()> {
+        let (bytes, found) = self.read_any_copy(id)?;
+        let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
+        let before = self.volume.physical_bytes(id);
+        self.volume.write_copy(id, copy, &bytes[..found.file_len()])?;
+        let after = self.volume.physical_bytes(id);
+        self.space.add(after);
+        self.space.subtract(before);
+        Ok(())
+    }
+
+    /// Why chunks are not stored just now; nothing if they are.
+    pub fn degraded(&self) -> Option<String> {
+        let cold = self.cold.as_ref().and_then(|c| {
+            c.breaker().reason(Instant::now()).map(|r| format!("cold tier {}: {r}", c.url()))
+        });
+        self.space.degraded().or(cold)
+    }
+}
