@@ -9,7 +9,7 @@
 #   ceph.sh down DIR            nothing of it runs; what was stored stays for the next `up`
 #
 # MATKV_S3_PORT is the gateway's port at the first `up`; without it a free one is chosen, as are the
-# others. MATKV_CEPH_STORE=memstore keeps objects in memory (a DIR that cannot do O_DIRECT).
+# others. MATKV_CEPH_STORE=memstore keeps objects in memory and is ready sooner.
 # MATKV_CEPH_GIB is the size of the store, 4 if not given.
 set -euo pipefail
 
@@ -56,6 +56,12 @@ spawn() {
 	echo "$! $(started $!)" >"$dir/$name.pid"
 }
 
+# Runs what ends by itself; `down` ends it, too.
+once() {
+	spawn once "$@"
+	wait $!
+}
+
 # Ends process $1: asks, waits $2 seconds, ten if not given, insists.
 end() {
 	local name=$1 tenths=$((${2:-10} * 10)) pid signal
@@ -98,7 +104,7 @@ free_ports() {
 	for _ in {1..50}; do
 		first=$((20000 + RANDOM % 12000))
 		for ((port = first; port < first + $1; port++)); do
-			[ "$port" != "${MATKV_S3_PORT-}" ] && ! listens "$port" || continue 2
+			if [ "$port" = "${MATKV_S3_PORT-}" ] || listens "$port"; then continue 2; fi
 		done
 		echo "$first"
 		return
@@ -125,7 +131,8 @@ ceph_daemon() {
 	local name=$1 port=$2
 	shift 2
 	runs "$name" || {
-		[ -z "$port" ] || ! listens "$port" || fail "port $port, of $name, is in use by another program"
+		[ -z "$port" ] || ! listens "$port" ||
+			fail "port $port, of $name, is another program's"
 		spawn "$name" "$@" -f -c "$CEPH_CONF"
 	}
 }
@@ -149,9 +156,13 @@ start() {
 enter() {
 	[ -n "${1-}" ] || fail "which DIR?"
 	if [ "$command" = up ]; then mkdir -p "$1"; fi
+	[ -d "$1" ] || fail "no directory: $1"
 	dir=$(cd "$1" && pwd)
 	[[ $dir != *[!A-Za-z0-9/._+-]* ]] || fail "letters, digits and /._+- only, please: $dir"
-	exec 9>"$dir/lock"
+	# What `up` clears away must be its own.
+	[ -e "$dir/ceph.lock" ] || [ -z "$(ls -A "$dir")" ] ||
+		fail "neither empty nor made by ${0##*/}: $dir"
+	exec 9>"$dir/ceph.lock"
 	flock -w 180 9 || fail "another ${0##*/} has worked on $dir for three minutes"
 	cd "$dir"
 	export CEPH_CONF=$dir/ceph.conf
@@ -159,7 +170,7 @@ enter() {
 
 down() {
 	local name
-	for name in gateway osd mon; do
+	for name in once gateway osd mon; do
 		end $name
 	done
 }
@@ -180,17 +191,16 @@ make() {
 		ceph-authtool "$dir/keyring" --gen-key -n $name --cap mon 'allow *' --cap osd 'allow *' \
 			--cap mgr 'allow *' >/dev/null
 	done
-	ceph-mon --mkfs -i a --monmap "$dir/monmap" --keyring "$dir/keyring" &>"$dir/log/mon.log" ||
-		explain "no monitor" mon
+	once ceph-mon --mkfs -i a --monmap "$dir/monmap" || explain "no monitor" once
 	mon
 	uuid=$(</proc/sys/kernel/random/uuid)
-	await mon 60 timeout 20 ceph osd new "$uuid" 0
-	ceph-osd --mkfs -i 0 --osd-uuid "$uuid" &>"$dir/log/osd.log" || explain "no OSD" osd
+	await mon 60 once timeout 20 ceph osd new "$uuid" 0
+	once ceph-osd -f --mkfs -i 0 --osd-uuid "$uuid" || explain "no OSD" once
 	osd
 	# Waits for the OSD, too.
-	timeout 90 radosgw-admin -n client.rgw.matkv user create --uid=matkv --display-name=matkv \
-		--access-key="$key" --secret-key="$secret" &>"$dir/log/user.log" ||
-		explain "no S3 user" user osd
+	once timeout 90 radosgw-admin -n client.rgw.matkv user create --uid=matkv \
+		--display-name=matkv --access-key="$key" --secret-key="$secret" ||
+		explain "no S3 user" once osd
 	touch "$dir/made"
 }
 
@@ -223,6 +233,8 @@ configuration() {
 		# A map every 50 ms instead of every second: each new pool waits for some.
 		paxos_propose_interval = 0.05
 		paxos_min_wait = 0.01
+		# Who comes before the OSD is up asks again after this, not after 5 s.
+		objecter_tick_interval = 0.5
 		[mon]
 		mon_data = $dir/mon
 		# However full the disk is.
@@ -283,7 +295,10 @@ up)
 	enter "${2-}"
 	# Nothing half-started stays.
 	trap 'trap - EXIT; down' EXIT
-	[ -e "$dir/made" ] || { down && make; }
+	if [ ! -e "$dir/made" ]; then
+		down
+		make
+	fi
 	start
 	trap - EXIT
 	printf '%s\n' "endpoint=http://127.0.0.1:$(<"$dir/port")" "access_key=$key" \
@@ -296,7 +311,9 @@ stop-gateway)
 start-gateway)
 	enter "${2-}"
 	[ -e "$dir/made" ] || fail "nothing to start in $dir: run ${0##*/} up"
+	trap 'trap - EXIT; end gateway' EXIT
 	gateway
+	trap - EXIT
 	;;
 down)
 	enter "${2-}"

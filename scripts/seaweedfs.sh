@@ -102,7 +102,7 @@ free_ports() {
 	for _ in {1..50}; do
 		first=$((20000 + RANDOM % 12000))
 		for ((port = first; port < first + $1; port++)); do
-			[ "$port" != "${MATKV_S3_PORT-}" ] && ! listens "$port" || continue 2
+			if [ "$port" = "${MATKV_S3_PORT-}" ] || listens "$port"; then continue 2; fi
 		done
 		echo "$first"
 		return
@@ -130,7 +130,7 @@ weed() {
 	shift 3
 	[ "$name" != gateway ] || command=s3
 	runs "$name" || {
-		! listens "$port" || fail "port $port, of $name, is in use by another program"
+		! listens "$port" || fail "port $port, of $name, is another program's"
 		spawn "$name" env HOME="$dir" "$weed" -logtostderr "$command" -ip.bind=127.0.0.1 \
 			-port="$port" -port.grpc="$grpc" "$@"
 	}
@@ -139,8 +139,9 @@ weed() {
 gateway() {
 	local p
 	p=$(<ports)
-	weed gateway "$(<port)" $((p + 6)) -filer="127.0.0.1:$((p + 4)).$((p + 5))" -config="$dir/s3.json" \
-		-autoCreateBucket=false -port.iceberg=0 -port.lance=0 -localSocket=s3.sock
+	weed gateway "$(<port)" $((p + 6)) -config="$dir/s3.json" \
+		-filer="127.0.0.1:$((p + 4)).$((p + 5))" -autoCreateBucket=false -port.iceberg=0 \
+		-port.lance=0 -localSocket=s3.sock
 	await gateway 60 serves
 }
 
@@ -165,9 +166,13 @@ start() {
 enter() {
 	[ -n "${1-}" ] || fail "which DIR?"
 	if [ "$command" = up ]; then mkdir -p "$1"; fi
+	[ -d "$1" ] || fail "no directory: $1"
 	dir=$(cd "$1" && pwd)
 	[[ $dir != *[!A-Za-z0-9/._+-]* ]] || fail "letters, digits and /._+- only, please: $dir"
-	exec 9>"$dir/lock"
+	# What `up` clears away must be its own.
+	[ -e "$dir/seaweedfs.lock" ] || [ -z "$(ls -A "$dir")" ] ||
+		fail "neither empty nor made by ${0##*/}: $dir"
+	exec 9>"$dir/seaweedfs.lock"
 	flock -w 180 9 || fail "another ${0##*/} has worked on $dir for three minutes"
 	cd "$dir"
 }
@@ -228,7 +233,10 @@ up)
 	enter "${2-}"
 	# Nothing half-started stays.
 	trap 'trap - EXIT; down' EXIT
-	[ -e "$dir/made" ] || { down && make; }
+	if [ ! -e "$dir/made" ]; then
+		down
+		make
+	fi
 	start
 	trap - EXIT
 	printf '%s\n' "endpoint=http://127.0.0.1:$(<"$dir/port")" "access_key=$key" \
@@ -241,7 +249,9 @@ stop-gateway)
 start-gateway)
 	enter "${2-}"
 	[ -e "$dir/made" ] || fail "nothing to start in $dir: run ${0##*/} up"
+	trap 'trap - EXIT; end gateway' EXIT
 	gateway
+	trap - EXIT
 	;;
 down)
 	enter "${2-}"

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use matkv_types::Mode;
+use matkv_types::{Codec, KvDtype, Mode};
 
 /// Which read engine the loader uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -14,6 +14,17 @@ pub enum IoEngine {
     Uring,
     /// Threads that call pread.
     Pread,
+}
+
+/// How several directories are used together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StorageType {
+    /// One directory.
+    Single,
+    /// Every chunk spread over all.
+    Stripe,
+    /// Every chunk twice.
+    Mirror,
 }
 
 /// Every value of a running system.
@@ -47,6 +58,70 @@ pub struct Config {
     pub io_engine: IoEngine,
     /// Reads in flight.
     pub io_depth: u32,
+    /// Bytes of one read.
+    pub io_block: u64,
+    /// A kernel thread takes io_uring submissions.
+    pub io_sqpoll: bool,
+    /// Longest a load may take; then the chunk is computed.
+    pub io_deadline: Duration,
+    /// Threads that verify and decode what has been read; 0 for one per core.
+    pub io_threads: usize,
+    /// How the directories of flash are used together.
+    pub storage_type: StorageType,
+    /// Directories of flash; the store's own if there are none.
+    pub storage_dirs: Vec<PathBuf>,
+    /// Bytes of a stripe's unit.
+    pub stripe_unit: u64,
+    /// Row type on flash, and in the arena if attention reads it.
+    pub storage_dtype: KvDtype,
+    /// Lossless stage on flash.
+    pub storage_codec: Codec,
+    /// Level of Zstandard on flash.
+    pub storage_level: u32,
+    /// Physical bytes on flash at most; 0 for no limit.
+    pub storage_capacity: u64,
+    /// Bytes of the file system left to others.
+    pub storage_reserve: u64,
+    /// What leaves flash and the cold tier first.
+    pub storage_policy: String,
+    /// Share of the capacity above which chunks are demoted.
+    pub high_watermark: f64,
+    /// Share of the capacity at which demotion stops.
+    pub low_watermark: f64,
+    /// Uses a cold chunk must have more than to be promoted.
+    pub promote_threshold: f64,
+    /// How recent its last use must be.
+    pub promote_window: Duration,
+    /// Time in which uses fade to half.
+    pub heat_half_life: Duration,
+    /// Bytes a second moved between tiers in the background.
+    pub migrate_rate: u64,
+    /// Bytes a second verified in the background; 0 for none.
+    pub scrub_rate: u64,
+    /// What leaves the arena first.
+    pub arena_policy: String,
+    /// Bring chunks into the arena before they are asked for.
+    pub prefetch: bool,
+    /// Chunks prefetched for one request at most.
+    pub prefetch_max: usize,
+    /// Where the cold tier is; empty for none.
+    pub cold_url: String,
+    /// Endpoint of an S3 service that is not Amazon's.
+    pub cold_endpoint: String,
+    /// Row type in the cold tier; a wider one than a chunk has is not used.
+    pub cold_dtype: KvDtype,
+    /// Lossless stage in the cold tier.
+    pub cold_codec: Codec,
+    /// Level of Zstandard in the cold tier.
+    pub cold_level: u32,
+    /// Bytes in the cold tier at most; 0 for no limit.
+    pub cold_capacity: u64,
+    /// Longest a transfer to or from the cold tier may take.
+    pub cold_deadline: Duration,
+    /// Bytes a tenant may keep in all tiers; 0 for no limit.
+    pub tenant_quota: u64,
+    /// Chunks unused for so long leave all tiers; 0 for never.
+    pub tenant_ttl: Duration,
     /// Sequences the decoder advances together.
     pub batch_size: usize,
     /// Requests that may be waiting or running; one more is refused.
@@ -97,6 +172,38 @@ impl Default for Config {
             arena_bytes: 1 << 30,
             io_engine: IoEngine::Auto,
             io_depth: 32,
+            io_block: 1 << 20,
+            io_sqpoll: false,
+            io_deadline: Duration::from_secs(10),
+            io_threads: 0,
+            storage_type: StorageType::Single,
+            storage_dirs: Vec::new(),
+            stripe_unit: 1 << 20,
+            storage_dtype: KvDtype::Int8,
+            storage_codec: Codec::None,
+            storage_level: 3,
+            storage_capacity: 0,
+            storage_reserve: 256 << 20,
+            storage_policy: "gdsf".into(),
+            high_watermark: 0.95,
+            low_watermark: 0.85,
+            promote_threshold: 2.0,
+            promote_window: Duration::from_secs(600),
+            heat_half_life: Duration::from_secs(3600),
+            migrate_rate: 64 << 20,
+            scrub_rate: 8 << 20,
+            arena_policy: "gdsf".into(),
+            prefetch: true,
+            prefetch_max: 4,
+            cold_url: String::new(),
+            cold_endpoint: String::new(),
+            cold_dtype: KvDtype::Int8,
+            cold_codec: Codec::Zstd,
+            cold_level: 3,
+            cold_capacity: 0,
+            cold_deadline: Duration::from_secs(30),
+            tenant_quota: 0,
+            tenant_ttl: Duration::ZERO,
             batch_size: 8,
             queue: 64,
             overlap: true,

@@ -11,7 +11,7 @@ mod resolve;
 mod settings;
 mod units;
 
-pub use config::{Config, IoEngine};
+pub use config::{Config, IoEngine, StorageType};
 pub use error::ConfigError;
 pub use resolve::{Origin, Resolved, Sources};
 pub use settings::{SETTINGS, Setting};

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use crate::config::Config;
+use crate::config::{Config, StorageType};
 use crate::error::ConfigError;
 use crate::settings::{SETTINGS, Setting};
 
@@ -123,11 +123,40 @@ impl Sources {
                 ),
             });
         }
+        resolved.check_storage()?;
         Ok(resolved)
     }
 }
 
 impl Resolved {
+    /// Values that must fit each other.
+    fn check_storage(&self) -> Result<(), ConfigError> {
+        let c = &self.config;
+        let wrong = |key: &str, value: String, reason: &str| ConfigError::Value {
+            key: key.into(),
+            value,
+            origin: self.origin(key).to_string(),
+            reason: reason.into(),
+        };
+        let count = c.storage_dirs.len();
+        let (fits, needs) = match c.storage_type {
+            StorageType::Single => (count <= 1, "single uses one directory"),
+            StorageType::Stripe => (count >= 2, "stripe needs two directories or more"),
+            StorageType::Mirror => (
+                count >= 2 && count.is_multiple_of(2),
+                "mirror needs an even number of directories",
+            ),
+        };
+        if !fits {
+            return Err(wrong("storage.dirs", format!("{count} directories"), needs));
+        }
+        if c.low_watermark > c.high_watermark {
+            let (key, value) = ("storage.low_watermark", c.low_watermark.to_string());
+            return Err(wrong(key, value, "must not be above storage.high_watermark"));
+        }
+        Ok(())
+    }
+
     /// Where a key's value came from.
     pub fn origin(&self, key: &str) -> Origin {
         self.origins.get(key).cloned().unwrap_or(Origin::Default)
@@ -246,6 +275,9 @@ fn plain(value: toml::Value) -> Result<String, String> {
         toml::Value::Integer(n) => Ok(n.to_string()),
         toml::Value::Float(x) => Ok(x.to_string()),
         toml::Value::Boolean(b) => Ok(b.to_string()),
+        toml::Value::Array(list) if list.iter().all(toml::Value::is_str) => {
+            Ok(list.iter().filter_map(toml::Value::as_str).collect::<Vec<_>>().join(","))
+        }
         other => Err(format!("expected a text, number or flag, found {other}")),
     }
 }
@@ -301,6 +333,10 @@ mod tests {
             ("[chunker]\nchunk_size = 8\nchunk_overlap = 8\n", "smaller than"),
             ("[chunker\n", "TOML"),
             ("[chunker]\nchunk_size = [1]\n", "expected a text"),
+            ("[storage]\ntype = \"stripe\"\ndirs = [\"/a\"]\n", "two directories"),
+            ("[storage]\ndtype = \"int7\"\n", "int8"),
+            ("[storage]\nhigh_watermark = 0.5\n", "low_watermark"),
+            ("[cold]\nurl = \"ftp://x\"\n", "s3://"),
         ] {
             let (_dir, s) = sources(file);
             let text = s.resolve().unwrap_err().to_string();

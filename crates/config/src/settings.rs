@@ -4,7 +4,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use crate::config::{Config, IoEngine};
+use matkv_types::{Codec, KvDtype};
+
+use crate::config::{Config, IoEngine, StorageType};
 use crate::units::{exact_bytes, format_duration, parse_bytes, parse_duration};
 
 /// One key of the configuration.
@@ -130,6 +132,82 @@ fn arena(value: &str) -> Result<u64, String> {
     }
 }
 
+fn storage_type(value: &str) -> Result<StorageType, String> {
+    match value {
+        "single" => Ok(StorageType::Single),
+        "stripe" => Ok(StorageType::Stripe),
+        "mirror" => Ok(StorageType::Mirror),
+        _ => Err("must be single, stripe or mirror".into()),
+    }
+}
+
+fn show_storage_type(value: &StorageType) -> String {
+    match value {
+        StorageType::Single => "single",
+        StorageType::Stripe => "stripe",
+        StorageType::Mirror => "mirror",
+    }
+    .into()
+}
+
+/// Paths separated by commas, as a list in the file is handed over.
+fn paths(value: &str) -> Result<Vec<PathBuf>, String> {
+    value.split(',').map(str::trim).filter(|p| !p.is_empty()).map(path).collect()
+}
+
+fn show_paths(value: &Vec<PathBuf>) -> String {
+    value.iter().map(|p| show_path(p)).collect::<Vec<_>>().join(",")
+}
+
+fn policy(value: &str) -> Result<String, String> {
+    match value {
+        "lru" | "s3fifo" | "gdsf" | "semantic-lru" => Ok(value.to_owned()),
+        _ => Err("must be lru, s3fifo, gdsf or semantic-lru".into()),
+    }
+}
+
+fn share(value: &str) -> Result<f64, String> {
+    match parse::<f64>(value)? {
+        x if x > 0.0 && x <= 1.0 => Ok(x),
+        _ => Err("must be above 0 and at most 1".into()),
+    }
+}
+
+fn block(value: &str) -> Result<u64, String> {
+    match parse_bytes(value)? {
+        n if n >= 4096 && n <= 64 << 20 && n.is_multiple_of(4096) => Ok(n),
+        _ => Err("must be whole pages of 4 KiB, at most 64MiB".into()),
+    }
+}
+
+fn level(value: &str) -> Result<u32, String> {
+    between(value, 1, 19).map(|n| n as u32)
+}
+
+fn cold_url(value: &str) -> Result<String, String> {
+    let known = ["file:///", "s3://"].iter().any(|p| value.starts_with(p));
+    if known || value.is_empty() || value == "memory:" {
+        return Ok(value.to_owned());
+    }
+    Err("must be file:///directory, s3://bucket/prefix, or empty".into())
+}
+
+fn endpoint(value: &str) -> Result<String, String> {
+    let known = ["http://", "https://"].iter().any(|p| value.starts_with(p));
+    if known || value.is_empty() {
+        return Ok(value.to_owned());
+    }
+    Err("must begin with http:// or https://, or be empty".into())
+}
+
+fn show_time(value: &Duration) -> String {
+    format_duration(*value)
+}
+
+fn show_bytes(value: &u64) -> String {
+    exact_bytes(*value)
+}
+
 /// Every key, in the order of the example file.
 pub static SETTINGS: &[Setting] = &[
     setting!(
@@ -194,6 +272,13 @@ pub static SETTINGS: &[Setting] = &[
         u32::to_string
     ),
     setting!("arena.size", "shared memory for KV", arena_bytes, arena, |n: &u64| exact_bytes(*n)),
+    setting!(
+        "arena.policy",
+        "what leaves the arena first; as storage.policy",
+        arena_policy,
+        policy,
+        String::clone
+    ),
     setting!("io.engine", "auto, uring or pread", io_engine, engine, show_engine),
     setting!(
         "io.depth",
@@ -201,6 +286,182 @@ pub static SETTINGS: &[Setting] = &[
         io_depth,
         |t: &str| between(t, 1, 1024).map(|n| n as u32),
         u32::to_string
+    ),
+    setting!("io.block", "bytes of one read", io_block, block, show_bytes),
+    setting!(
+        "io.sqpoll",
+        "a kernel thread takes io_uring submissions: for machines with a core to spare",
+        io_sqpoll,
+        parse,
+        bool::to_string
+    ),
+    setting!(
+        "io.deadline",
+        "longest a load may take; then the chunk is computed instead",
+        io_deadline,
+        time,
+        show_time
+    ),
+    setting!(
+        "io.threads",
+        "threads that verify and decode what was read; 0 for one per core",
+        io_threads,
+        parse,
+        usize::to_string
+    ),
+    setting!(
+        "storage.type",
+        "single, stripe (every chunk over all directories) or mirror (every chunk twice)",
+        storage_type,
+        storage_type,
+        show_storage_type
+    ),
+    setting!(
+        "storage.dirs",
+        "directories for chunk files, one per device; paths.store_dir if there are none",
+        storage_dirs,
+        paths,
+        show_paths
+    ),
+    setting!(
+        "storage.stripe_unit",
+        "bytes on one device before the next",
+        stripe_unit,
+        block,
+        show_bytes
+    ),
+    setting!(
+        "storage.dtype",
+        "row type: bf16 (exact), int8 (half the bytes), fp16, fp8, int4",
+        storage_dtype,
+        parse::<KvDtype>,
+        KvDtype::to_string
+    ),
+    setting!(
+        "storage.codec",
+        "none, lz4, zstd, split-lz4 or split-zstd",
+        storage_codec,
+        parse::<Codec>,
+        Codec::to_string
+    ),
+    setting!("storage.level", "level of Zstandard", storage_level, level, u32::to_string),
+    setting!(
+        "storage.capacity",
+        "bytes on the devices at most, over all models; 0 for no limit",
+        storage_capacity,
+        parse_bytes,
+        show_bytes
+    ),
+    setting!(
+        "storage.reserve",
+        "bytes of the file system left to others",
+        storage_reserve,
+        parse_bytes,
+        show_bytes
+    ),
+    setting!(
+        "storage.policy",
+        "what leaves first: gdsf (value per byte), lru, s3fifo or semantic-lru",
+        storage_policy,
+        policy,
+        String::clone
+    ),
+    setting!(
+        "storage.high_watermark",
+        "share of the capacity above which chunks go to the cold tier",
+        high_watermark,
+        share,
+        f64::to_string
+    ),
+    setting!(
+        "storage.low_watermark",
+        "share of the capacity at which that stops",
+        low_watermark,
+        share,
+        f64::to_string
+    ),
+    setting!(
+        "storage.migrate_rate",
+        "bytes a second moved between tiers in the background",
+        migrate_rate,
+        parse_bytes,
+        show_bytes
+    ),
+    setting!(
+        "storage.scrub_rate",
+        "bytes a second verified in the background; 0 for none",
+        scrub_rate,
+        parse_bytes,
+        show_bytes
+    ),
+    setting!(
+        "heat.threshold",
+        "a cold chunk used more often than this is promoted, …",
+        promote_threshold,
+        parse,
+        f64::to_string
+    ),
+    setting!("heat.window", "… if its last use is not longer ago", promote_window, time, show_time),
+    setting!("heat.half_life", "time in which uses fade to half", heat_half_life, time, show_time),
+    setting!(
+        "cold.url",
+        "file:///directory or s3://bucket/prefix; empty for no cold tier",
+        cold_url,
+        cold_url,
+        String::clone
+    ),
+    setting!(
+        "cold.endpoint",
+        "of an S3 service that is not Amazon's; keys come from AWS_ACCESS_KEY_ID and \
+         AWS_SECRET_ACCESS_KEY",
+        cold_endpoint,
+        endpoint,
+        String::clone
+    ),
+    setting!(
+        "cold.dtype",
+        "row type; int4 is the smallest. A chunk whose rows are narrower stays as it is",
+        cold_dtype,
+        parse::<KvDtype>,
+        KvDtype::to_string
+    ),
+    setting!("cold.codec", "as storage.codec", cold_codec, parse::<Codec>, Codec::to_string),
+    setting!("cold.level", "level of Zstandard", cold_level, level, u32::to_string),
+    setting!(
+        "cold.capacity",
+        "bytes at most; 0 for no limit",
+        cold_capacity,
+        parse_bytes,
+        show_bytes
+    ),
+    setting!("cold.deadline", "longest a transfer may take", cold_deadline, time, show_time),
+    setting!(
+        "tenant.quota",
+        "bytes a tenant may keep in all tiers; 0 for no limit",
+        tenant_quota,
+        parse_bytes,
+        show_bytes
+    ),
+    setting!(
+        "tenant.ttl",
+        "chunks unused for so long leave all tiers; 0s for never",
+        tenant_ttl,
+        parse_duration,
+        show_time
+    ),
+    setting!(
+        "prefetch.enabled",
+        "bring chunks into the arena before they are asked for",
+        prefetch,
+        parse,
+        bool::to_string
+    ),
+    setting!(
+        "prefetch.max",
+        "chunks prefetched for one request at most",
+        prefetch_max,
+        |t: &str| between(t, 1, 64),
+        usize::to_string
     ),
     setting!(
         "pipeline.batch_size",

@@ -16,7 +16,11 @@ thread_local! {
 /// Bytes of a layer whose 16-bit elements are split into planes; 0 where elements are bytes.
 fn split_bytes(codec: Codec, layout: &KvLayout) -> usize {
     let wide = layout.dtype.bits() == 16;
-    if wide && matches!(codec, Codec::SplitLz4 | Codec::SplitZstd) { layout.rows_bytes() } else { 0 }
+    if wide && matches!(codec, Codec::SplitLz4 | Codec::SplitZstd) {
+        layout.rows_bytes()
+    } else {
+        0
+    }
 }
 
 /// Low bytes, then high bytes: in bf16 and fp16 the high ones repeat, the low ones are noise.

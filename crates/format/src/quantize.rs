@@ -178,7 +178,8 @@ fn encode_k(block: &Block<'_>, dtype: KvDtype, codes: &mut [u8], scales: &mut [u
         let tiles = rows.div_ceil(TILE_ROWS);
         let start = first * dim;
         let (mut low, mut high) = (vec![f32::INFINITY; dim], vec![f32::NEG_INFINITY; dim]);
-        for (t, values) in block.values[start..start + tiles * tile].chunks_exact(tile).enumerate() {
+        for (t, values) in block.values[start..start + tiles * tile].chunks_exact(tile).enumerate()
+        {
             let valid = TILE_ROWS.min(rows - t * TILE_ROWS);
             for (j, line) in values.chunks_exact(2 * TILE_ROWS).enumerate() {
                 for pair in line[..2 * valid].chunks_exact(2) {
@@ -194,7 +195,8 @@ fn encode_k(block: &Block<'_>, dtype: KvDtype, codes: &mut [u8], scales: &mut [u
             .enumerate()
             .map(|(d, numbers)| Grid::new(dtype, low[d], high[d], numbers))
             .collect();
-        for (t, values) in block.values[start..start + tiles * tile].chunks_exact(tile).enumerate() {
+        for (t, values) in block.values[start..start + tiles * tile].chunks_exact(tile).enumerate()
+        {
             let valid = TILE_ROWS.min(rows - t * TILE_ROWS);
             let codes = &mut codes[start + t * tile..][..tile];
             for (j, line) in values.chunks_exact(2 * TILE_ROWS).enumerate() {

@@ -161,7 +161,8 @@ fn block_partial(
     if s.layout.dtype == KvDtype::Int8 {
         let groups = s.layout.k_scale_offset(g.layer, kv_head) + start / GROUP_ROWS * g.dim * 2;
         k_scales = s.section[groups..].as_ptr().cast();
-        v_scales = s.section[s.layout.v_scale_offset(g.layer, kv_head) + start * 2..].as_ptr().cast();
+        v_scales =
+            s.section[s.layout.v_scale_offset(g.layer, kv_head) + start * 2..].as_ptr().cast();
     }
     let block = Block {
         k: s.section[s.layout.k_offset(g.layer, kv_head) + offset..].as_ptr(),

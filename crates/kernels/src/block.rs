@@ -149,7 +149,8 @@ unsafe fn scaled_scores<L: Lanes, E: Elem>(
         let end = ((group + 1) * GROUP_TILES - block.phase / LANES).min(tiles);
         for d in 0..dim {
             // SAFETY: every group that has a row below `hi` has `dim` scales.
-            let scale = bf16_to_f32(unsafe { block.k_scales.add(group * dim + d).read_unaligned() });
+            let scale =
+                bf16_to_f32(unsafe { block.k_scales.add(group * dim + d).read_unaligned() });
             for i in 0..queries.visible.len() {
                 partial.scaled[i * dim + d] = queries.q[i * dim + d] * scale;
             }

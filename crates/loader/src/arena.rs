@@ -126,10 +126,14 @@ pub struct FillingSlot {
 }
 
 impl FillingSlot {
-    /// The bytes are final, and are a chunk file.
-    pub fn freeze_file(self, id: ChunkId, file: &Superblock) -> ChunkSlot {
-        let kv = Superblock::kv_offset(file.rows)..file.file_len();
-        self.freeze(id, kv, file.layout(), file.file_len())
+    /// The bytes are final: the arena form of a chunk file, or that file itself.
+    pub fn freeze_chunk(self, id: ChunkId, file: &Superblock) -> ChunkSlot {
+        let form = file.encoding.in_arena();
+        let layout = KvLayout::new(file.shape, form.dtype, file.rows);
+        let start = Superblock::kv_offset(file.rows);
+        let end = start + layout.total_bytes();
+        let bytes = if file.encoding == form { end } else { 0 };
+        self.freeze(id, start..end, layout, bytes)
     }
 
     /// The bytes are final.
@@ -160,9 +164,14 @@ impl ChunkSlot {
         &self.slot[self.kv.clone()]
     }
 
-    /// The chunk file, whole.
+    /// The chunk file, whole; empty if the slot holds only what attention reads of it.
     pub fn file(&self) -> &[u8] {
         &self.slot[..self.bytes]
+    }
+
+    /// Bytes of the arena.
+    pub fn slot_bytes(&self) -> u64 {
+        self.extent.range().len() as u64
     }
 
     pub fn layout(&self) -> KvLayout {

@@ -1,92 +1,114 @@
-//! Which chunks are in the arena: a cache, least recently used first out.
+//! Which chunks are in the arena: a cache whose policy says who leaves first.
 //!
 //! A resident chunk is pinned while anyone but this table holds its slot, so a pin cannot be
 //! forgotten: it ends when the lease is dropped.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
+use matkv_store::policy::{Item, Policy, PolicyKind};
 use matkv_telemetry::names;
 use matkv_types::ChunkId;
 
 use crate::arena::{Arena, ChunkSlot, Extent};
 
+/// How a chunk came to be in the arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// A request asked for it.
+    Demanded,
+    /// It was expected that one would.
+    Prefetched,
+    /// An ingest computed it; nobody has asked for it.
+    Ingested,
+}
+
 struct Entry {
     chunk: Arc<ChunkSlot>,
-    used: u64,
+    /// Prefetched and not used yet.
+    expected: bool,
 }
 
 /// Resident chunks; owned by the load thread.
-#[derive(Default)]
 pub struct ChunkCache {
     entries: HashMap<ChunkId, Entry>,
-    /// Ids by last use.
-    order: BTreeMap<u64, ChunkId>,
-    clock: u64,
-    cold_clock: u64,
+    policy: Box<dyn Policy<ChunkId>>,
 }
 
-/// Half of all ticks lie below, for chunks inserted at the cold end.
-const FIRST_TICK: u64 = 1 << 62;
-
 impl ChunkCache {
-    pub fn new() -> Self {
-        Self { clock: FIRST_TICK, cold_clock: 0, ..Self::default() }
+    pub fn new(policy: PolicyKind) -> Self {
+        Self { entries: HashMap::new(), policy: policy.build() }
     }
 
     pub fn len(&self) -> usize {
         self.entries.len()
     }
 
-    /// A resident chunk, now the most recently used.
+    pub fn contains(&self, id: &ChunkId) -> bool {
+        self.entries.contains_key(id)
+    }
+
+    /// A resident chunk, which is used by this.
     pub fn get(&mut self, id: &ChunkId) -> Option<Arc<ChunkSlot>> {
         let entry = self.entries.get_mut(id)?;
-        self.order.remove(&entry.used);
-        self.clock += 1;
-        entry.used = self.clock;
-        self.order.insert(entry.used, *id);
+        if std::mem::take(&mut entry.expected) {
+            metrics::counter!(names::PREFETCHED, "outcome" => "used").increment(1);
+        }
+        self.policy.access(id);
         Some(Arc::clone(&entry.chunk))
     }
 
-    /// Adds a chunk; a cold one is evicted before any that a request has used.
-    pub fn insert(&mut self, chunk: Arc<ChunkSlot>, cold: bool) {
-        let clock = if cold { &mut self.cold_clock } else { &mut self.clock };
-        *clock += 1;
-        let (used, id) = (*clock, chunk.id());
-        if let Some(old) = self.entries.insert(id, Entry { chunk, used }) {
-            self.order.remove(&old.used);
-        }
-        self.order.insert(used, id);
+    /// Chunks near one that is used.
+    pub fn warm<'a>(&mut self, ids: impl Iterator<Item = &'a ChunkId>) {
+        ids.for_each(|id| self.policy.warm(id));
+    }
+
+    /// Adds a chunk; `cost` is what it takes to get it back, in seconds.
+    pub fn insert(&mut self, chunk: Arc<ChunkSlot>, arrival: Arrival, cost: f64) {
+        let id = chunk.id();
+        // What nobody has asked for leaves before anything that somebody has.
+        let frequency = if arrival == Arrival::Demanded { 1.0 } else { 0.0 };
+        let item = Item { bytes: chunk.slot_bytes(), cost, frequency };
+        let expected = arrival == Arrival::Prefetched;
+        self.forget(&id);
+        self.entries.insert(id, Entry { chunk, expected });
+        self.policy.insert(id, item);
     }
 
     /// Forgets a chunk; its slot is freed when the last lease ends.
     pub fn remove(&mut self, id: &ChunkId) {
-        if let Some(entry) = self.entries.remove(id) {
-            self.order.remove(&entry.used);
+        self.forget(id);
+        self.policy.remove(id);
+    }
+
+    fn forget(&mut self, id: &ChunkId) {
+        if self.entries.remove(id).is_some_and(|e| e.expected) {
+            metrics::counter!(names::PREFETCHED, "outcome" => "wasted").increment(1);
         }
     }
 
     /// Forgets every chunk that nobody holds.
     pub fn evict_unpinned(&mut self) {
-        let unpinned = |e: &Entry| Arc::strong_count(&e.chunk) == 1;
-        let gone: Vec<ChunkId> =
-            self.entries.iter().filter(|(_, e)| unpinned(e)).map(|(id, _)| *id).collect();
-        metrics::counter!(names::EVICTIONS).increment(gone.len() as u64);
-        gone.iter().for_each(|id| self.remove(id));
+        while self.evict().is_some() {}
     }
 
-    /// Bytes of the arena, evicting unpinned chunks from the coldest on until a hole fits.
+    fn evict(&mut self) -> Option<ChunkId> {
+        let entries = &self.entries;
+        let mut unpinned =
+            |id: &ChunkId| entries.get(id).is_some_and(|e| Arc::strong_count(&e.chunk) == 1);
+        let victim = self.policy.evict(&mut unpinned)?;
+        self.forget(&victim);
+        metrics::counter!(names::EVICTIONS).increment(1);
+        Some(victim)
+    }
+
+    /// Bytes of the arena, evicting unpinned chunks until a hole fits.
     pub fn allocate(&mut self, arena: &Arc<Arena>, len: usize) -> Option<Extent> {
         loop {
             if let Some(extent) = arena.allocate(len) {
                 return Some(extent);
             }
-            let unpinned = |id: &&ChunkId| {
-                self.entries.get(*id).is_some_and(|e| Arc::strong_count(&e.chunk) == 1)
-            };
-            let victim = *self.order.values().find(unpinned)?;
-            self.remove(&victim);
-            metrics::counter!(names::EVICTIONS).increment(1);
+            self.evict()?;
         }
     }
 }
@@ -111,7 +133,8 @@ mod tests {
         let layout = KvLayout::new(shape, KvDtype::Bf16, 16);
         let slot = extent.exclusive().unwrap();
         let chunk = FillingSlot { slot, extent }.freeze(id(n), 4096..8192, layout, 8192);
-        cache.insert(Arc::new(chunk), cold);
+        let arrival = if cold { Arrival::Ingested } else { Arrival::Demanded };
+        cache.insert(Arc::new(chunk), arrival, 1.0);
         true
     }
 
@@ -119,7 +142,7 @@ mod tests {
     fn evicts_the_least_recently_used_and_never_the_pinned() {
         let region = Region::anonymous(4 * SLOT);
         let arena = Arena::new(&region, 0..4 * SLOT);
-        let mut cache = ChunkCache::new();
+        let mut cache = ChunkCache::new(PolicyKind::Lru);
         for n in 0..4 {
             assert!(add(&mut cache, &arena, n, false));
         }
@@ -145,7 +168,7 @@ mod tests {
     fn a_removed_chunk_lives_as_long_as_its_lease() {
         let region = Region::anonymous(2 * SLOT);
         let arena = Arena::new(&region, 0..2 * SLOT);
-        let mut cache = ChunkCache::new();
+        let mut cache = ChunkCache::new(PolicyKind::Lru);
         assert!(add(&mut cache, &arena, 0, false));
         let lease = cache.get(&id(0)).unwrap();
         cache.remove(&id(0));

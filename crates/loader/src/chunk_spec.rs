@@ -10,16 +10,23 @@ pub struct ChunkSpec {
     pub fingerprint: Fingerprint,
     /// KV rows of the model.
     pub shape: KvShape,
-    /// How rows are written.
+    /// How new chunks are written to flash. A chunk found there may be written otherwise.
     pub encoding: Encoding,
+    /// Level of the lossless stage.
+    pub level: i32,
     /// Position of a chunk's first row: the prefix's length.
     pub base_position: usize,
 }
 
 impl ChunkSpec {
-    /// Bytes of the file of a chunk of `rows` tokens.
-    pub fn file_len(&self, rows: usize) -> usize {
-        ChunkFile::len(self.shape, self.encoding, rows)
+    /// The form in the arena of a chunk that is computed.
+    pub fn form(&self) -> KvDtype {
+        self.encoding.dtype.in_arena()
+    }
+
+    /// Bytes of the slot of a chunk of `rows` tokens in this form.
+    pub fn slot_len(&self, rows: usize, form: KvDtype) -> usize {
+        ChunkFile::len(self.shape, form, rows)
     }
 
     /// What the file of a chunk must say.

@@ -1,9 +1,11 @@
 //! Computing a chunk's KV: after the prefix, at position P, into a slot that becomes its file.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use matkv_format::ChunkFile;
+use matkv_format::{ChunkFile, Superblock};
 use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
+use matkv_sys::{Region, SlotMut};
 use matkv_types::{ChunkId, Digest, KvDtype, KvLayout};
 
 use crate::arena::{Arena, ChunkSlot, FillingSlot};
@@ -30,6 +32,9 @@ pub struct Compiled {
     pub id: ChunkId,
     pub for_request: bool,
     pub store: bool,
+    /// Its file, where the slot does not hold it.
+    pub image: Option<SlotMut>,
+    pub compute_ms: u32,
     pub outcome: Result<ChunkSlot, String>,
 }
 
@@ -37,17 +42,22 @@ pub struct Compiled {
 pub struct Compilation {
     job: CompileJob,
     done: usize,
+    /// bf16 rows, where the slot gets other ones: rows are computed from the exact rows before
+    /// them, and encoded once all are there.
+    rows: Option<SlotMut>,
+    spent: Duration,
 }
 
 impl Compilation {
     pub fn new(job: CompileJob) -> Self {
-        Self { job, done: 0 }
+        Self { job, done: 0, rows: None, spent: Duration::ZERO }
     }
 
     /// The outcome if computing panics.
     pub fn panicked(&self) -> Compiled {
         let outcome = Err("computing the chunk panicked".into());
-        Compiled { id: self.job.id, for_request: self.job.for_request, store: false, outcome }
+        let CompileJob { id, for_request, .. } = self.job;
+        Compiled { id, for_request, store: false, image: None, compute_ms: 0, outcome }
     }
 
     /// Computes the next rows; true when all are there, or when nobody wants them any more.
@@ -57,9 +67,16 @@ impl Compilation {
         prefix: &ChunkSlot,
         go_on: &mut dyn FnMut() -> bool,
     ) -> bool {
+        let started = Instant::now();
         let rows = self.job.tokens.len();
-        let layout = KvLayout::new(core.spec.shape, core.spec.encoding.dtype, rows);
-        let kv = ChunkFile::kv_range(core.spec.shape, core.spec.encoding, rows);
+        let layout = KvLayout::new(core.spec.shape, KvDtype::Bf16, rows);
+        if core.spec.encoding.dtype != KvDtype::Bf16 && self.rows.is_none() {
+            let bytes = layout.total_bytes();
+            match Region::anonymous(bytes).exclusive(0..bytes) {
+                Ok(scratch) => self.rows = Some(scratch),
+                Err(_) => return true,
+            }
+        }
         let base = core.prefix.len();
         let end = (self.done + ROWS_PER_STEP).min(rows);
         let new: Vec<ForwardRow> = (self.done..end)
@@ -73,7 +90,13 @@ impl Compilation {
         let step = Step {
             rows: &new,
             segments: if base == 0 { &segments[1..] } else { &segments },
-            own: &mut self.job.filling.slot[kv],
+            own: match &mut self.rows {
+                Some(scratch) => scratch,
+                None => {
+                    let kv = ChunkFile::kv_range(core.spec.shape, KvDtype::Bf16, rows);
+                    &mut self.job.filling.slot[kv]
+                }
+            },
             own_layout: layout,
             logits: false,
         };
@@ -81,18 +104,55 @@ impl Compilation {
             return true;
         }
         self.done = end;
+        self.spent += started.elapsed();
         end == rows
     }
 
-    /// Seals the slot into a chunk file.
-    pub fn finish(self, core: &Core) -> Compiled {
-        let CompileJob { id, tokens, mut filling, for_request, store } = self.job;
-        let expect = core.spec.expectation(id, &tokens);
-        let outcome = ChunkFile::seal(&mut filling.slot, &expect, core.spec.encoding)
-            .map(|found| filling.freeze_file(id, &found))
-            .map_err(|e| e.to_string());
-        Compiled { id, for_request, store, outcome }
+    /// Makes the slot what attention reads, through the same encoder as a stored chunk's.
+    pub fn finish(mut self, core: &Core) -> Compiled {
+        let encoded = self.encode(core);
+        let CompileJob { id, mut filling, for_request, store, .. } = self.job;
+        let compute_ms = u32::try_from(self.spent.as_millis()).unwrap_or(u32::MAX);
+        let (outcome, image) = match encoded {
+            Ok((found, Some(image))) => {
+                let form = found.encoding.in_arena().dtype;
+                let kv = ChunkFile::kv_range(found.shape, form, found.rows);
+                let outcome = restore(&image, &found, &mut filling.slot[kv]);
+                (outcome.map(|()| filling.freeze_chunk(id, &found)), Some(image))
+            }
+            Ok((found, None)) => (Ok(filling.freeze_chunk(id, &found)), None),
+            Err(e) => (Err(e), None),
+        };
+        Compiled { id, for_request, store, image, compute_ms, outcome }
     }
+
+    /// Writes the file: into the slot, or into memory of its own where the slot gets another form.
+    fn encode(&mut self, core: &Core) -> Result<(Superblock, Option<SlotMut>), String> {
+        let expect = core.spec.expectation(self.job.id, &self.job.tokens);
+        let (dtype, slot) = (core.spec.encoding.dtype, &mut self.job.filling.slot);
+        let text = |e: matkv_format::FormatError| e.to_string();
+        let Some(rows) = &mut self.rows else {
+            return ChunkFile::seal(slot, &expect).map(|found| (found, None)).map_err(text);
+        };
+        if dtype.in_arena() == dtype {
+            let found = ChunkFile::encode(rows, slot, &expect, dtype).map_err(text)?;
+            return Ok((found, None));
+        }
+        let bytes = ChunkFile::len(core.spec.shape, dtype, self.job.tokens.len());
+        let mut image = Region::anonymous(bytes).exclusive(0..bytes).map_err(|e| e.to_string())?;
+        let found = ChunkFile::encode(rows, &mut image, &expect, dtype).map_err(text)?;
+        Ok((found, Some(image)))
+    }
+}
+
+/// Writes all layers of a verified file in their arena form.
+pub(crate) fn restore(file: &[u8], found: &Superblock, kv: &mut [u8]) -> Result<(), String> {
+    let form = found.encoding.in_arena().dtype;
+    let stride = KvLayout::new(found.shape, form, found.rows).layer_stride();
+    for (i, layer) in kv.chunks_exact_mut(stride).enumerate() {
+        ChunkFile::restore_layer(file, found, i, layer).map_err(|e| e.to_string())?;
+    }
+    Ok(())
 }
 
 /// Computes the prefix into a slot of its own; it stays for the process's life.

@@ -3,15 +3,18 @@
 use std::sync::Arc;
 
 use matkv_config::Config;
-use matkv_model::LanguageModel;
+use matkv_format::{ChunkFile, Superblock};
+use matkv_model::{Detokenizer, LanguageModel};
 use matkv_retrieve::{Chunker, Embedder, VectorIndex};
 use matkv_ring::Geometry;
-use matkv_store::{ChunkFiles, Store};
-use matkv_telemetry::names;
-use matkv_types::{ChunkId, ContentId};
+use matkv_store::{Store, StoreError, Volume, page_aligned};
+use matkv_sys::SlotMut;
+use matkv_types::{ChunkId, Codec, ContentId};
 
 use crate::arena::Arena;
 use crate::chunk_spec::ChunkSpec;
+use crate::rates::Rates;
+use crate::request::Materialized;
 use crate::self_test::SelfTest;
 
 /// The tenant scope of this node until requests are authenticated.
@@ -31,21 +34,35 @@ pub(crate) struct Core {
     pub arena: Arc<Arena>,
     pub geometry: Geometry,
     pub self_test: SelfTest,
+    pub rates: Rates,
 }
 
 impl Core {
     /// The directory a chunk's file is in; the self-test's chunk has one of its own.
-    pub fn files_of(&self, id: &ChunkId) -> &ChunkFiles {
+    pub fn files_of(&self, id: &ChunkId) -> &Volume {
         if *id == self.self_test.id { self.store.self_test_files() } else { self.store.files() }
     }
 
-    /// Keeps a file that cannot be used aside; a missing one is no error.
-    pub fn quarantine(&self, id: &ChunkId) {
-        match self.files_of(id).quarantine(id) {
-            Ok(true) => metrics::counter!(names::QUARANTINED).increment(1),
-            Ok(false) => {}
-            Err(e) => tracing::warn!("chunk {id}: {e}"),
+    /// The text of token ids.
+    pub fn text(&self, tokens: &[u32]) -> String {
+        let mut detokenizer = Detokenizer::default();
+        let mut text = String::new();
+        for &token in tokens {
+            text.push_str(&detokenizer.push(&self.model.tokenizer, token));
         }
+        text.push_str(&detokenizer.finish());
+        text
+    }
+
+    /// A computed chunk's file as it is written to flash.
+    pub fn on_flash(&self, chunk: &Materialized) -> Result<SlotMut, StoreError> {
+        let file = chunk.file();
+        let codec = self.spec.encoding.codec;
+        if codec == Codec::None {
+            return page_aligned(file);
+        }
+        let found = Superblock::decode(file)?;
+        page_aligned(&ChunkFile::compress(file, &found, codec, self.spec.level)?)
     }
 
     pub fn chunk_id(&self, tokens: &[u32]) -> ChunkId {

@@ -11,18 +11,17 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, select_biased};
 use matkv_api::v1::{DocumentDone, IngestEvent, IngestSummary, Progress, ingest_event::Event};
 use matkv_format::ChunkFile;
-use matkv_model::Detokenizer;
-use matkv_store::DocumentRecord;
-use matkv_sys::{CrashPoint, Region, SlotMut, crash_point};
+use matkv_store::{DocumentRecord, Placement, unix_seconds};
+use matkv_sys::{CrashPoint, crash_point};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, ContentId};
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 
 use crate::core::Core;
-use crate::flash::{Unusable, open_chunk};
+use crate::flash::Unusable;
 use crate::ingest_commit::{Batch, DurableChunk};
-use crate::request::Lease;
+use crate::request::Materialized;
 use crate::world::{LoadMessage, Materialize};
 
 /// A document as it arrived.
@@ -58,7 +57,7 @@ pub(crate) struct OpenDocument {
 struct InFlight {
     id: ChunkId,
     tokens: Arc<[u32]>,
-    reply: Receiver<Result<Lease, String>>,
+    reply: Receiver<Result<Materialized, String>>,
 }
 
 struct Session<'a> {
@@ -75,6 +74,8 @@ struct Session<'a> {
     batch: Batch,
     /// Chunks that failed, and why.
     failed: HashMap<ChunkId, String>,
+    /// Chunks whose files may be there before the index names them.
+    announced: Vec<ChunkId>,
     progress: Progress,
     summary: IngestSummary,
     last_commit: Instant,
@@ -109,11 +110,13 @@ pub(crate) fn run(
             open: VecDeque::new(),
             batch: Batch::default(),
             failed: HashMap::new(),
+            announced: Vec::new(),
             progress: Progress::default(),
             summary: IngestSummary::default(),
             last_commit: Instant::now(),
         };
         s.work(&documents);
+        core.store.withdraw(&s.announced);
         s.summary.seconds = started.elapsed().as_secs_f64();
         let summary = s.summary;
         s.send(Event::Summary(summary));
@@ -217,6 +220,10 @@ impl Session<'_> {
         self.progress.chunks_known += chunks.len() as u64;
         self.progress.tokens_known += tokens.len() as u64;
         let mut missing = HashSet::new();
+        let new = chunks.iter().map(|c| c.0).filter(|id| !self.announced.contains(id));
+        let new: Vec<ChunkId> = new.filter(|id| !self.is_stored(id).unwrap_or(false)).collect();
+        self.core.store.announce(&new).map_err(|e| e.to_string())?;
+        self.announced.extend(new);
         for (id, tokens) in chunks {
             if self.is_stored(&id)? || self.batch.contains(&id) {
                 self.count_reused(&tokens);
@@ -243,10 +250,12 @@ impl Session<'_> {
         self.todo.iter().any(|t| t.0 == *id) || self.in_flight.iter().any(|f| f.id == *id)
     }
 
-    /// Indexed, and its file is there.
+    /// Indexed, and in some tier.
     fn is_stored(&self, id: &ChunkId) -> Result<bool, String> {
         let known = self.core.store.read().and_then(|r| r.chunk(id)).map_err(|e| e.to_string())?;
-        Ok(known.is_some() && self.core.store.files().path(id).exists())
+        Ok(known.is_some_and(|c| {
+            c.cold.is_some() || (c.flash.is_some() && self.core.store.files().exists(id))
+        }))
     }
 
     fn count_reused(&mut self, tokens: &[u32]) {
@@ -257,21 +266,32 @@ impl Session<'_> {
 
     /// A file that an interrupted ingest has left: used if every byte is right.
     fn adopt(&mut self, id: &ChunkId, tokens: &Arc<[u32]>) -> Result<bool, String> {
-        let len = self.core.spec.file_len(tokens.len());
-        let verified = read_whole(&self.core.store.files().path(id), len).and_then(|bytes| {
+        let files = self.core.store.files();
+        if !files.exists(id) {
+            return Ok(false);
+        }
+        let read = files.read_copy(id, 0).map_err(|e| Unusable::Unreadable(e.to_string()));
+        let verified = read.and_then(|bytes| {
             ChunkFile::verify(&bytes, &self.core.spec.expectation(*id, tokens))
                 .map_err(|e| Unusable::Damaged(e.to_string()))
         });
         match verified {
-            Ok(_) => {
-                self.durable(*id, Arc::clone(tokens), len)?;
+            Ok(found) => {
+                let placement = Placement {
+                    encoding: found.encoding,
+                    bytes: found.file_len() as u64,
+                    physical: files.physical_bytes(id),
+                    checksum: found.checksum(),
+                };
+                self.durable(*id, Arc::clone(tokens), placement, 0)?;
                 return Ok(true);
             }
-            Err(Unusable::Missing) => {}
             Err(reason) => {
                 tracing::warn!("chunk {id}: {reason}; computing it anew");
                 if matches!(reason, Unusable::Damaged(_)) {
-                    self.core.quarantine(id);
+                    metrics::counter!(names::QUARANTINED).increment(1);
+                    let kept = self.core.store.quarantine(id, 0, &reason.to_string());
+                    kept.map_err(|e| e.to_string())?;
                 }
             }
         }
@@ -279,15 +299,16 @@ impl Session<'_> {
     }
 
     /// The chunk's file is on the device; what is left is its vector and the commit.
-    fn durable(&mut self, id: ChunkId, tokens: Arc<[u32]>, bytes: usize) -> Result<(), String> {
-        let mut detokenizer = Detokenizer::default();
-        let mut text = String::new();
-        for &token in tokens.iter() {
-            text.push_str(&detokenizer.push(&self.core.model.tokenizer, token));
-        }
-        text.push_str(&detokenizer.finish());
+    fn durable(
+        &mut self,
+        id: ChunkId,
+        tokens: Arc<[u32]>,
+        placement: Placement,
+        compute_ms: u32,
+    ) -> Result<(), String> {
+        let text = self.core.text(&tokens);
         let vector = self.core.embedder.embed(&text).map_err(|e| e.to_string())?;
-        self.batch.add(DurableChunk { id, tokens, bytes: bytes as u64, vector });
+        self.batch.add(DurableChunk { id, tokens, placement, compute_ms, vector });
         Ok(())
     }
 
@@ -311,12 +332,15 @@ impl Session<'_> {
         // The next chunk starts while this one goes to the device.
         self.issue();
         let count = tokens.len() as u64;
-        let outcome = computed.and_then(|lease| {
-            let file = lease.chunk().file();
-            self.core.store.files().write(&id, file).map_err(|e| e.to_string())?;
+        let outcome = computed.and_then(|chunk| {
+            let file = self.core.on_flash(&chunk).map_err(|e| e.to_string())?;
+            let compute_ms = chunk.compute_ms;
+            // Its memory is free while the file goes to the device.
+            drop(chunk);
+            let placement = self.core.store.write_file(&id, &file).map_err(|e| e.to_string())?;
             crash_point(CrashPoint::IngestWritten);
-            self.durable(id, Arc::clone(&tokens), file.len())?;
-            Ok(file.len() as u64)
+            self.durable(id, Arc::clone(&tokens), placement, compute_ms)?;
+            Ok(placement.physical)
         });
         match outcome {
             Ok(bytes) => {
@@ -371,19 +395,4 @@ impl Session<'_> {
             self.send(Event::Document(done));
         }
     }
-}
-
-fn unix_seconds() -> u64 {
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    now.map_or(0, |d| d.as_secs())
-}
-
-/// Reads a chunk file of exactly `len` bytes into page-aligned memory.
-fn read_whole(path: &std::path::Path, len: usize) -> Result<SlotMut, Unusable> {
-    use std::os::unix::fs::FileExt;
-    let file = open_chunk(path, len)?;
-    let unreadable = |e: &dyn std::fmt::Display| Unusable::Unreadable(e.to_string());
-    let mut bytes = Region::anonymous(len).exclusive(0..len).map_err(|e| unreadable(&e))?;
-    file.read_exact_at(&mut bytes, 0).map_err(|e| unreadable(&e))?;
-    Ok(bytes)
 }

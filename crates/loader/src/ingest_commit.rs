@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use matkv_api::v1::DocumentDone;
-use matkv_store::{NewChunk, StoreError};
+use matkv_store::{NewChunk, Placement, StoreError};
 use matkv_types::ChunkId;
 
 use crate::core::Core;
@@ -14,7 +14,8 @@ use crate::ingest::OpenDocument;
 pub(crate) struct DurableChunk {
     pub id: ChunkId,
     pub tokens: Arc<[u32]>,
-    pub bytes: u64,
+    pub placement: Placement,
+    pub compute_ms: u32,
     pub vector: Option<Vec<f32>>,
 }
 
@@ -87,8 +88,7 @@ impl Batch {
     ) -> (Vec<OpenDocument>, Vec<OpenDocument>) {
         let Ok(read) = core.store.read() else { return (documents, Vec::new()) };
         let there = |id: &ChunkId| {
-            let known = self.chunks.contains_key(id) || read.chunk(id).is_ok_and(|c| c.is_some());
-            known && core.store.files().path(id).exists()
+            self.chunks.contains_key(id) || read.chunk(id).is_ok_and(|c| c.is_some())
         };
         documents.into_iter().partition(|d| d.record.chunks.iter().all(there))
     }
@@ -108,19 +108,23 @@ impl Batch {
         drop(read);
         let changed = documents.iter().zip(&unchanged).filter(|(_, same)| !**same);
         let changed: Vec<&OpenDocument> = changed.map(|(d, _)| d).collect();
-        if changed.is_empty() {
+        let mut new = documents.iter().flat_map(|d| &d.record.chunks);
+        if changed.is_empty() && !new.any(|id| self.chunks.contains_key(id)) {
             return Ok((unchanged, Vec::new()));
         }
         let mut txn = core.store.write().map_err(text)?;
         let mut vectors = Vec::new();
         let mut taken = Vec::new();
-        for id in changed.iter().flat_map(|d| &d.record.chunks) {
+        for id in documents.iter().flat_map(|d| &d.record.chunks) {
             let Some(chunk) = self.chunks.get(id) else { continue };
             if taken.contains(id) {
                 continue;
             }
             taken.push(*id);
-            if txn.chunk(id).map_err(text)?.is_some() {
+            if let Some(mut known) = txn.chunk(id).map_err(text)? {
+                // It had left every tier, and is back.
+                known.flash = Some(chunk.placement);
+                txn.save_chunk(id, &known).map_err(text)?;
                 continue;
             }
             let number = match &chunk.vector {
@@ -132,8 +136,9 @@ impl Batch {
                 None => None,
             };
             let tokens = chunk.tokens.to_vec();
-            let (id, file_bytes) = (*id, chunk.bytes);
-            txn.put_chunk(&NewChunk { id, tokens, file_bytes, vector: number }).map_err(text)?;
+            let (id, compute_ms, flash) = (*id, chunk.compute_ms, Some(chunk.placement));
+            let new = NewChunk { id, tokens, flash, cold: None, vector: number, compute_ms };
+            txn.put_chunk(&new).map_err(text)?;
         }
         let records: Vec<_> = changed.iter().map(|d| &d.record).collect();
         let gone = txn.put_documents(&records).map_err(text)?;

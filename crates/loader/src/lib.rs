@@ -19,10 +19,13 @@ mod generate;
 mod hand_over;
 mod ingest;
 mod ingest_commit;
+mod keeper;
 mod load;
 mod load_thread;
+mod onboard;
 mod plan;
 mod prefill;
+mod rates;
 mod request;
 mod retrieve;
 mod run;
@@ -31,7 +34,9 @@ mod serve;
 mod session;
 mod session_thread;
 mod status;
+mod store_options;
 mod threads;
+mod together;
 mod wire;
 mod world;
 
@@ -56,9 +61,13 @@ pub mod machine {
     pub use crate::hand_over::hand_over;
     pub use crate::load::Load;
     pub use crate::plan::{Plan, PlannedSegment, PlannedSource};
-    pub use crate::request::{ChunkSource, ChunkUse, Lease, Planned, RequestState, Resident};
+    pub use crate::request::{
+        ChunkSource, ChunkUse, Lease, Materialized, NearChunk, Planned, RequestState, Resident,
+    };
     pub use crate::session::Sessions;
-    pub use crate::world::{LoadMessage, Materialize, World};
+    pub use crate::world::{Found, LoadJob, LoadMessage, Loaded, Materialize, World};
+    pub use matkv_store::Tier;
+    pub use matkv_store::policy::PolicyKind;
 }
 
 pub use error::LoaderError;

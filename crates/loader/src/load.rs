@@ -9,25 +9,30 @@
 //! out through [`World`]. The same machine runs in the loader's `load` thread and in the
 //! simulation.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Instant;
 
-use matkv_format::ChunkFile;
 use matkv_ring::size_class;
-use matkv_sys::{CrashPoint, ReadDone, SlotMut, crash_point};
+use matkv_store::Tier;
+use matkv_store::policy::PolicyKind;
+use matkv_sys::{CrashPoint, SlotMut, crash_point};
 use matkv_telemetry::{names, trace};
 use matkv_types::{ChunkId, FinishReason, Mode};
 
 use crate::arena::{Arena, ChunkSlot, Extent, FillingSlot};
-use crate::cache::ChunkCache;
+use crate::cache::{Arrival, ChunkCache};
 use crate::chunk_spec::ChunkSpec;
 use crate::compile::{CompileJob, Compiled};
 use crate::error::RequestError;
 use crate::flash::Unusable;
 use crate::hand_over::own_slot_bytes;
-use crate::request::{ChunkSource, Lease, OwnSlot, Planned, RequestState, Resident, ms_since};
-use crate::world::{ChunkReply, LOADS_MAX, LoadMessage, Materialize, World};
+use crate::request::{
+    ChunkSource, Lease, Materialized, NearChunk, OwnSlot, Planned, RequestState, Resident, ms_since,
+};
+use crate::world::{
+    ChunkReply, Found, LOADS_MAX, LoadJob, LoadMessage, Loaded, Materialize, World,
+};
 
 struct Pending {
     planned: Planned,
@@ -83,6 +88,15 @@ struct Loading {
     tokens: Arc<[u32]>,
     /// None once the chunk is being computed instead.
     extent: Option<Extent>,
+    /// Nobody has asked for it yet.
+    prefetch: bool,
+}
+
+/// A load under way.
+struct Reading {
+    id: ChunkId,
+    found: Found,
+    started_ms: u64,
 }
 
 /// The machine's state.
@@ -94,25 +108,43 @@ pub struct Load<W> {
     cache: ChunkCache,
     waiting: VecDeque<Waiting>,
     loading: HashMap<ChunkId, Loading>,
-    reads: HashMap<u64, ChunkId>,
+    reads: HashMap<u64, Reading>,
+    /// Memory of loads that took too long: a device may still write to it.
+    abandoned: HashMap<u64, Extent>,
+    /// Chunks to be computed although they are stored.
+    compute_only: HashSet<ChunkId>,
+    /// What may be asked for next, likeliest first.
+    expected: VecDeque<NearChunk>,
     next_read: u64,
+    /// Computations under way: each has memory that will come free.
+    computing: usize,
     /// Replies owed for chunks being materialized.
     replies: HashMap<ChunkId, Vec<ChunkReply>>,
 }
 
 impl<W: World> Load<W> {
     /// With an empty cache.
-    pub fn new(spec: ChunkSpec, arena: &Arc<Arena>, prefix: Arc<ChunkSlot>, world: W) -> Self {
+    pub fn new(
+        spec: ChunkSpec,
+        arena: &Arc<Arena>,
+        prefix: Arc<ChunkSlot>,
+        policy: PolicyKind,
+        world: W,
+    ) -> Self {
         Self {
             spec,
             arena: Arc::clone(arena),
             prefix,
             world,
-            cache: ChunkCache::new(),
+            cache: ChunkCache::new(policy),
             waiting: VecDeque::new(),
             loading: HashMap::new(),
             reads: HashMap::new(),
+            abandoned: HashMap::new(),
+            compute_only: HashSet::new(),
+            expected: VecDeque::new(),
             next_read: 0,
+            computing: 0,
             replies: HashMap::new(),
         }
     }
@@ -124,12 +156,14 @@ impl<W: World> Load<W> {
 
     /// Whether nobody waits for memory and nothing is under way.
     pub fn is_at_rest(&self) -> bool {
-        self.waiting.is_empty() && self.loading.is_empty() && self.replies.is_empty()
+        let under_way = self.loading.len() + self.abandoned.len() + self.computing;
+        self.waiting.is_empty() && under_way == 0 && self.replies.is_empty()
     }
 
-    /// Whether somebody waits for memory, and may have gone away meanwhile.
-    pub fn has_waiting(&self) -> bool {
-        !self.waiting.is_empty()
+    /// Whether it must be looked at now and then: somebody waits for memory, and may have gone
+    /// away meanwhile, or a load may take too long.
+    pub fn needs_looks(&self) -> bool {
+        !self.waiting.is_empty() || !self.reads.is_empty()
     }
 
     /// What is around it.
@@ -148,7 +182,7 @@ impl<W: World> Load<W> {
         }
         let reading = self.loading.values().filter(|l| l.extent.is_some()).count();
         if reading != self.reads.len()
-            || self.reads.values().any(|id| !self.loading.contains_key(id))
+            || self.reads.values().any(|r| !self.loading.contains_key(&r.id))
         {
             return fail("reads under way and chunks being loaded differ");
         }
@@ -201,6 +235,9 @@ impl<W: World> Load<W> {
         if planned.cold {
             planned.chunks.iter().for_each(|c| self.cache.remove(&c.id));
         }
+        if planned.recompute {
+            self.compute_only.extend(planned.chunks.iter().map(|c| c.id));
+        }
         crash_point(CrashPoint::LoadPlanned);
         let leases = planned.chunks.iter().map(|_| None).collect();
         let span = Some(trace::span("load", "load", planned.state.number));
@@ -217,7 +254,10 @@ impl<W: World> Load<W> {
 
     /// A request that could not run even alone is refused now.
     fn fits(&self, planned: &Planned) -> Result<(), RequestError> {
-        let chunks = planned.chunks.iter().map(|c| size_class(self.spec.file_len(c.tokens.len())));
+        // A chunk that is stored in another form takes more or less: that is seen when it is loaded.
+        let form = self.spec.form();
+        let slot = |rows| size_class(self.spec.slot_len(rows, form));
+        let chunks = planned.chunks.iter().map(|c| slot(c.tokens.len()));
         let chunks: usize = if planned.mode == Mode::Vanilla { 0 } else { chunks.sum() };
         let need =
             chunks + size_class(own_slot_bytes(&self.spec, planned)) + self.prefix.range().len();
@@ -233,6 +273,7 @@ impl<W: World> Load<W> {
 
     /// Moves everything that can move.
     pub fn pump(&mut self) {
+        self.expire();
         self.drop_cancelled();
         let mut behind = std::mem::take(&mut self.waiting);
         let mut ahead = VecDeque::new();
@@ -265,6 +306,7 @@ impl<W: World> Load<W> {
         }
         ahead.append(&mut behind);
         self.waiting = ahead;
+        self.prefetch();
         debug_assert_eq!(self.check(), Ok(()));
     }
 
@@ -299,7 +341,7 @@ impl<W: World> Load<W> {
             let mine = request.leases.iter().flatten().count() + usize::from(request.own.is_some());
             let others = self.arena.held().saturating_sub(mine);
             let holds = |w: &Waiting| matches!(w, Waiting::Request(r) if r.holds());
-            let idle = self.loading.is_empty() && self.replies.is_empty();
+            let idle = self.loading.len() + self.abandoned.len() + self.computing == 0;
             *blocked = !self.advance(&mut request);
             stuck = *blocked && idle && others == 0 && !ahead.iter().any(holds);
             if stuck && !request.compacted {
@@ -352,7 +394,7 @@ impl<W: World> Load<W> {
             // It waits for the compute thread, not for memory: nobody waits for it.
             return Some(Waiting::Materialize(m, passed));
         }
-        let len = self.spec.file_len(m.tokens.len());
+        let len = self.spec.slot_len(m.tokens.len(), self.spec.form());
         let its_turn = passed >= PASSES_MAX;
         let extent = self.cache.allocate(&self.arena, len).or_else(|| {
             if !its_turn {
@@ -380,7 +422,10 @@ impl<W: World> Load<W> {
         let job =
             CompileJob { id: m.id, tokens: m.tokens, filling, for_request: false, store: false };
         match self.world.compile_in_background(job) {
-            Ok(()) => self.replies.entry(m.id).or_default().push(m.reply),
+            Ok(()) => {
+                self.computing += 1;
+                self.replies.entry(m.id).or_default().push(m.reply);
+            }
             Err(_) => {
                 let _ = m.reply.send(Err("the loader is stopping".into()));
             }
@@ -408,7 +453,9 @@ impl<W: World> Load<W> {
                 metrics::counter!(names::ARENA_HITS).increment(1);
                 request.planned.chunks[i].source = ChunkSource::Arena;
                 request.leases[i] = Some(Lease::new(chunk, &self.arena));
-            } else if !self.loading.contains_key(&id) && !self.start_load(id, tokens) {
+            } else if let Some(loading) = self.loading.get_mut(&id) {
+                loading.prefetch = false;
+            } else if !self.start_load(id, tokens, false) {
                 return false;
             }
         }
@@ -418,72 +465,143 @@ impl<W: World> Load<W> {
         request.own.is_some()
     }
 
-    /// Starts reading a chunk file; false if there is no slot or too much is under way.
-    fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>) -> bool {
-        if self.loading.len() >= LOADS_MAX {
+    /// Starts loading a chunk, or computing it; false if there is no slot or too much is under way.
+    fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>, prefetch: bool) -> bool {
+        if self.loading.len() + self.abandoned.len() >= LOADS_MAX {
             return false;
         }
-        let len = self.spec.file_len(tokens.len());
+        let located = if self.compute_only.contains(&id) {
+            Err(Unusable::Asked)
+        } else {
+            self.world.locate(&id, tokens.len())
+        };
+        if prefetch && located.is_err() {
+            // What has to be computed is computed when it is asked for.
+            return true;
+        }
+        let form = located.as_ref().map_or(self.spec.form(), |f| f.encoding.in_arena().dtype);
+        let len = self.spec.slot_len(tokens.len(), form);
         let Some(extent) = self.cache.allocate(&self.arena, len) else { return false };
-        let target = exclusive(&extent);
+        let found = match located {
+            Ok(found) => found,
+            Err(reason) => {
+                self.loading.insert(id, Loading { tokens, extent: None, prefetch });
+                let slot = exclusive(&extent);
+                self.compute_instead(id, FillingSlot { slot, extent }, &reason);
+                return true;
+            }
+        };
         self.next_read += 1;
-        match self.world.read(self.next_read, &id, len, target) {
+        let (tag, target) = (self.next_read, exclusive(&extent));
+        let job = LoadJob { tag, id, tokens: Arc::clone(&tokens), found, target };
+        match self.world.load(job) {
             Ok(()) => {
-                self.reads.insert(self.next_read, id);
-                self.loading.insert(id, Loading { tokens, extent: Some(extent) });
+                let started_ms = self.world.now_ms();
+                self.reads.insert(tag, Reading { id, found, started_ms });
+                self.loading.insert(id, Loading { tokens, extent: Some(extent), prefetch });
                 crash_point(CrashPoint::LoadSubmitted);
             }
+            Err((slot, _)) if prefetch => drop(FillingSlot { slot, extent }),
             Err((slot, reason)) => {
-                self.loading.insert(id, Loading { tokens, extent: None });
-                self.compute_instead(id, FillingSlot { slot, extent }, reason);
+                self.loading.insert(id, Loading { tokens, extent: None, prefetch });
+                self.fill_instead(id, FillingSlot { slot, extent }, &reason);
             }
         }
         true
     }
 
-    /// A read has ended, well or not.
-    pub fn read_done(&mut self, done: ReadDone) {
-        let Some(id) = self.reads.remove(&done.tag) else { return };
+    /// A load has ended, well or not.
+    pub fn loaded(&mut self, done: Loaded) {
+        let Some(Reading { id, found, .. }) = self.reads.remove(&done.tag) else {
+            // It took too long; only now does its memory come back.
+            drop(done.target);
+            self.abandoned.remove(&done.tag);
+            return;
+        };
         let Some(loading) = self.loading.get_mut(&id) else { return };
         let Some(extent) = loading.extent.take() else { return };
         crash_point(CrashPoint::LoadRead);
-        let tokens = Arc::clone(&loading.tokens);
+        let prefetch = loading.prefetch;
         let filling = FillingSlot { slot: done.target, extent };
-        let expect = self.spec.expectation(id, &tokens);
-        let verified = done.result.map_err(|e| match e.kind() {
-            std::io::ErrorKind::UnexpectedEof => Unusable::Damaged(e.to_string()),
-            _ => Unusable::Unreadable(e.to_string()),
-        });
-        let verified = verified.and_then(|()| {
-            ChunkFile::verify(&filling.slot, &expect).map_err(|e| Unusable::Damaged(e.to_string()))
-        });
-        match verified {
-            Ok(found) => {
+        match done.result {
+            Ok(file) => {
                 metrics::counter!(names::LOADS).increment(1);
-                metrics::counter!(names::LOAD_BYTES).increment(found.file_len() as u64);
-                let chunk = filling.freeze_file(id, &found);
-                self.loaded(Arc::new(chunk), ChunkSource::Flash);
+                metrics::counter!(names::LOAD_BYTES).increment(file.file_len() as u64);
+                let source = match found.tier {
+                    Tier::Flash => ChunkSource::Flash,
+                    Tier::Cold => ChunkSource::Cold,
+                };
+                let arrival = if prefetch { Arrival::Prefetched } else { Arrival::Demanded };
+                self.settle(Arc::new(filling.freeze_chunk(id, &file)), source, arrival);
             }
-            Err(reason) => self.compute_instead(id, filling, reason),
+            Err(_) if prefetch => {
+                self.loading.remove(&id);
+            }
+            Err(reason) => self.fill_instead(id, filling, &reason),
         }
     }
 
-    fn compute_instead(&mut self, id: ChunkId, filling: FillingSlot, reason: Unusable) {
-        tracing::warn!("chunk {id}: {reason}; computing it again");
-        if matches!(reason, Unusable::Damaged(_)) {
-            self.world.quarantine(&id);
+    /// Loads that take too long are given up: the chunk is computed. A device may still write, so
+    /// the memory waits for it.
+    fn expire(&mut self) {
+        let (now, most) = (self.world.now_ms(), self.world.deadline_ms());
+        let late = |r: &Reading| now.saturating_sub(r.started_ms) >= most;
+        let tags: Vec<u64> = self.reads.iter().filter(|(_, r)| late(r)).map(|(t, _)| *t).collect();
+        for tag in tags {
+            let Some(Reading { id, found, .. }) = self.reads.remove(&tag) else { continue };
+            let Some(loading) = self.loading.remove(&id) else { continue };
+            metrics::counter!(names::LOADS_LATE).increment(1);
+            tracing::warn!("chunk {id}: {}; computing it", Unusable::Late(most));
+            self.abandoned.extend(loading.extent.map(|extent| (tag, extent)));
+            self.world.late(&id, found);
+            if !loading.prefetch {
+                // Whoever waits for it asks again, and finds this.
+                self.compute_only.insert(id);
+            }
         }
-        metrics::counter!(names::RECOMPUTED).increment(1);
+    }
+
+    /// Brings in what may be asked for next, as long as nobody waits.
+    fn prefetch(&mut self) {
+        while self.waiting.is_empty() && self.loading.is_empty() && self.replies.is_empty() {
+            let Some(NearChunk { id, tokens }) = self.expected.pop_front() else { return };
+            if !self.cache.contains(&id) && !self.start_load(id, tokens, true) {
+                return;
+            }
+        }
+    }
+
+    /// A slot of the form a file was to have is filled by computing; another form needs another
+    /// slot.
+    fn fill_instead(&mut self, id: ChunkId, filling: FillingSlot, reason: &Unusable) {
+        let rows = self.loading.get(&id).map_or(0, |l| l.tokens.len());
+        if filling.slot.len() >= self.spec.slot_len(rows, self.spec.form()) {
+            return self.compute_instead(id, filling, reason);
+        }
+        drop(filling);
+        self.loading.remove(&id);
+        self.compute_only.insert(id);
+    }
+
+    fn compute_instead(&mut self, id: ChunkId, filling: FillingSlot, reason: &Unusable) {
+        if reason.is_fault() {
+            tracing::warn!("chunk {id}: {reason}; computing it again");
+        }
+        match reason.skipped() {
+            Some(label) => metrics::counter!(names::LOAD_SKIPPED, "reason" => label).increment(1),
+            None => metrics::counter!(names::RECOMPUTED).increment(1),
+        }
         let Some(loading) = self.loading.get(&id) else { return };
         let tokens = Arc::clone(&loading.tokens);
-        // A file that could not be read may be whole: it is not written over.
-        let store = !matches!(reason, Unusable::Unreadable(_));
+        let store = reason.should_be_stored();
         let job = CompileJob { id, tokens, filling, for_request: true, store };
+        self.computing += 1;
         self.world.compile(job);
     }
 
     /// A computation has ended, well or not.
     pub fn compiled(&mut self, compiled: Compiled) {
+        self.computing = self.computing.saturating_sub(1);
         match compiled.outcome {
             Ok(chunk) => {
                 let chunk = Arc::new(chunk);
@@ -491,17 +609,25 @@ impl<W: World> Load<W> {
                 // A chunk that is being read has its own slot; only one being computed is this one.
                 let waiting = self.loading.get(&compiled.id);
                 let demanded = waiting.is_some_and(|l| l.extent.is_none());
+                let mut image = compiled.image;
+                let mut materialized = || Materialized {
+                    lease: Lease::new(Arc::clone(&chunk), &self.arena),
+                    image: image.take(),
+                    compute_ms: compiled.compute_ms,
+                };
+                // One ingest asks for a chunk, and once.
                 for reply in replies.into_iter().flatten() {
-                    let _ = reply.send(Ok(Lease::new(Arc::clone(&chunk), &self.arena)));
+                    let _ = reply.send(Ok(materialized()));
                 }
                 if demanded {
-                    let source = ChunkSource::Computed;
+                    self.compute_only.remove(&compiled.id);
                     if compiled.store {
-                        self.world.store_again(Lease::new(Arc::clone(&chunk), &self.arena));
+                        self.world.store_again(materialized());
                     }
-                    self.loaded(chunk, source);
+                    self.settle(chunk, ChunkSource::Computed, Arrival::Demanded);
                 } else {
-                    self.cache.insert(chunk, true);
+                    let cost = self.world.cost(&compiled.id, chunk.layout().rows);
+                    self.cache.insert(chunk, Arrival::Ingested, cost);
                 }
             }
             Err(reason) => {
@@ -511,6 +637,7 @@ impl<W: World> Load<W> {
                     // The entry may by now be that of a read of the same chunk.
                     if self.loading.get(&compiled.id).is_some_and(|l| l.extent.is_none()) {
                         self.loading.remove(&compiled.id);
+                        self.compute_only.remove(&compiled.id);
                         self.fail_waiters(&compiled.id, &reason);
                     }
                 } else {
@@ -538,7 +665,7 @@ impl<W: World> Load<W> {
 
     /// A chunk has become resident: everyone who waits for it gets a lease before anything else
     /// can evict it.
-    fn loaded(&mut self, chunk: Arc<ChunkSlot>, source: ChunkSource) {
+    fn settle(&mut self, chunk: Arc<ChunkSlot>, source: ChunkSource, arrival: Arrival) {
         let id = chunk.id();
         self.loading.remove(&id);
         for request in self.waiting.iter_mut().filter_map(Waiting::request) {
@@ -549,8 +676,23 @@ impl<W: World> Load<W> {
                 }
             }
         }
-        self.cache.insert(chunk, false);
+        let cost = self.world.cost(&id, chunk.layout().rows);
+        self.cache.insert(chunk, arrival, cost);
         crash_point(CrashPoint::LoadResident);
+    }
+
+    /// What a request has used is warm, and what is near it may be asked for next.
+    fn look_ahead(&mut self, planned: &mut Planned) {
+        let near = std::mem::take(&mut planned.near);
+        if planned.urgent {
+            return;
+        }
+        self.cache.warm(near.iter().map(|n| &n.id));
+        let used = planned.chunks.iter().map(|c| c.id).collect();
+        self.world.used(used, near.iter().map(|n| n.id).collect());
+        let window = self.world.prefetch_window();
+        // The newest guess is the best one.
+        self.expected = near.into_iter().take(window).collect();
     }
 
     fn hand_on(&mut self, request: Pending) {
@@ -558,6 +700,7 @@ impl<W: World> Load<W> {
         let Some(own) = own else { return };
         let mut planned = planned;
         planned.count_computed_chunks();
+        self.look_ahead(&mut planned);
         let load_ms = ms_since(started);
         planned.state.update(|p| p.phases.load_ms = load_ms);
         let leases = leases.into_iter().flatten().collect();

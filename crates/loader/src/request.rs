@@ -33,6 +33,7 @@ pub struct Ask {
 pub enum ChunkSource {
     Arena,
     Flash,
+    Cold,
     Computed,
     Vanilla,
 }
@@ -42,6 +43,7 @@ impl ChunkSource {
         match self {
             Self::Arena => "arena",
             Self::Flash => "flash",
+            Self::Cold => "cold",
             Self::Computed => "computed",
             Self::Vanilla => "vanilla",
         }
@@ -190,6 +192,13 @@ impl RequestState {
     }
 }
 
+/// A chunk close to those of a request.
+#[derive(Clone, Debug)]
+pub struct NearChunk {
+    pub id: ChunkId,
+    pub tokens: Arc<[u32]>,
+}
+
 /// A request after retrieval.
 pub struct Planned {
     pub state: Arc<RequestState>,
@@ -200,6 +209,10 @@ pub struct Planned {
     pub sampling: Sampling,
     pub return_logits: bool,
     pub cold: bool,
+    /// Its chunks are computed even if they are stored: the self-test's second answer.
+    pub recompute: bool,
+    /// What the next requests may ask for, likeliest first.
+    pub near: Vec<NearChunk>,
     /// Before everyone who waits: the self-test, on which readiness depends.
     pub urgent: bool,
 }
@@ -232,6 +245,25 @@ impl Lease {
 
     pub fn chunk(&self) -> &ChunkSlot {
         &self.chunk
+    }
+}
+
+/// A chunk that has been computed, on its way to flash.
+pub struct Materialized {
+    pub lease: Lease,
+    /// Its file in the row type of flash, where the arena has another.
+    pub image: Option<SlotMut>,
+    pub compute_ms: u32,
+}
+
+impl Materialized {
+    pub fn id(&self) -> ChunkId {
+        self.lease.chunk().id()
+    }
+
+    /// The sealed file, not compressed yet.
+    pub fn file(&self) -> &[u8] {
+        self.image.as_deref().unwrap_or_else(|| self.lease.chunk().file())
     }
 }
 

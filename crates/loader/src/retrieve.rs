@@ -13,7 +13,8 @@ use matkv_types::{ChunkId, FinishReason, Mode};
 use crate::core::Core;
 use crate::error::RequestError;
 use crate::plan::Plan;
-use crate::request::{Ask, ChunkSource, ChunkUse, Planned, RequestState, ms_since};
+use crate::request::{Ask, ChunkSource, ChunkUse, NearChunk, Planned, RequestState, ms_since};
+use crate::together::Together;
 use crate::world::LoadMessage;
 
 /// A request from the gateway.
@@ -41,6 +42,7 @@ pub(crate) fn run(
     stopped: &Receiver<()>,
     pulse: &Pulse,
 ) {
+    let mut together = Together::default();
     loop {
         pulse.rest();
         let request = select_biased! {
@@ -52,17 +54,17 @@ pub(crate) fn run(
         };
         pulse.step();
         let _guard = EndOnPanic(Arc::clone(&request.state));
-        handle(core, request, load);
+        handle(core, request, load, &mut together);
     }
 }
 
-fn handle(core: &Core, request: Incoming, load: &Sender<LoadMessage>) {
+fn handle(core: &Core, request: Incoming, load: &Sender<LoadMessage>, together: &mut Together) {
     let state = Arc::clone(&request.state);
     if state.is_cancelled() {
         return state.end(Ok(FinishReason::Cancelled));
     }
     state.update(|p| p.phases.queue_ms = ms_since(state.received));
-    match plan(core, request) {
+    match plan(core, request, together) {
         Ok(planned) => {
             if load.send(LoadMessage::Request(Box::new(planned))).is_err() {
                 state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
@@ -76,14 +78,14 @@ fn internal(e: impl std::fmt::Display) -> RequestError {
     RequestError::Internal(e.to_string())
 }
 
-fn plan(core: &Core, request: Incoming) -> Result<Planned, RequestError> {
+fn plan(core: &Core, request: Incoming, together: &mut Together) -> Result<Planned, RequestError> {
     let Incoming { ask, state } = request;
     let started = Instant::now();
     let _span = trace::span("retrieve", "retrieve", state.number);
     let rest = core.model.rest(&ask.messages).map_err(|e| RequestError::Invalid(e.to_string()))?;
     let answer = ask.sampling.max_new_tokens as usize;
     let room = room_for_chunks(core, rest.len(), answer)?;
-    let mut chunks = find_chunks(core, &ask)?;
+    let (mut chunks, near) = find_chunks(core, &ask, together)?;
     state.update(|p| p.phases.retrieve_ms = ms_since(started));
     let dropped = drop_last(&mut chunks, room);
     if ask.mode == Mode::Vanilla {
@@ -99,6 +101,8 @@ fn plan(core: &Core, request: Incoming) -> Result<Planned, RequestError> {
         sampling: ask.sampling,
         return_logits: ask.return_logits,
         cold: ask.cold,
+        recompute: false,
+        near,
         urgent: false,
     })
 }
@@ -131,10 +135,31 @@ fn drop_last(chunks: &mut Vec<ChunkUse>, room: usize) -> Vec<ChunkId> {
     dropped
 }
 
-fn find_chunks(core: &Core, ask: &Ask) -> Result<Vec<ChunkUse>, RequestError> {
+/// The request's chunks, and those that may be asked for next: what was used together with them
+/// before, then what lies next to the question.
+fn find_chunks(
+    core: &Core,
+    ask: &Ask,
+    together: &mut Together,
+) -> Result<(Vec<ChunkUse>, Vec<NearChunk>), RequestError> {
     let read = core.store.read().map_err(internal)?;
     let explicit = !ask.chunk_ids.is_empty() || !ask.document_ids.is_empty();
-    let ranked = if explicit { named(&read, ask)? } else { search(core, &read, ask)? };
+    let mut ranked = if explicit { named(&read, ask)? } else { search(core, &read, ask)? };
+    let next = if explicit { Vec::new() } else { ranked.split_off(ask.top_k.min(ranked.len())) };
+    let ids: Vec<ChunkId> = ranked.iter().map(|r| r.0).collect();
+    let mut near = Vec::new();
+    let most = if core.config.prefetch { core.config.prefetch_max } else { 0 };
+    let partners = together.partners(&ids).into_iter();
+    for id in partners.chain(next.into_iter().map(|n| n.0)) {
+        if near.len() < most
+            && !ids.contains(&id)
+            && !near.iter().any(|n: &NearChunk| n.id == id)
+            && let Some(tokens) = read.tokens(&id).map_err(internal)?
+        {
+            near.push(NearChunk { id, tokens: tokens.into() });
+        }
+    }
+    together.used(&ids);
     let mut out = Vec::with_capacity(ranked.len());
     for (id, score) in ranked {
         let tokens = read.tokens(&id).map_err(internal)?;
@@ -145,7 +170,7 @@ fn find_chunks(core: &Core, ask: &Ask) -> Result<Vec<ChunkUse>, RequestError> {
         let source = ChunkSource::Flash;
         out.push(ChunkUse { id, document, ordinal, tokens: tokens.into(), score, source });
     }
-    Ok(out)
+    Ok((out, near))
 }
 
 fn named(read: &ReadTxn<'_>, ask: &Ask) -> Result<Vec<(ChunkId, f32)>, RequestError> {
@@ -168,7 +193,8 @@ fn search(core: &Core, read: &ReadTxn<'_>, ask: &Ask) -> Result<Vec<(ChunkId, f3
     let Some(query) = core.embedder.embed(question).map_err(internal)? else {
         return Ok(Vec::new());
     };
-    let hits = core.index.search(read, &query, ask.top_k).map_err(internal)?;
+    let more = if core.config.prefetch { core.config.prefetch_max } else { 0 };
+    let hits = core.index.search(read, &query, ask.top_k + more).map_err(internal)?;
     let mut out = Vec::with_capacity(hits.len());
     for hit in hits {
         if let Some(id) = read.chunk_of_vector(hit.vector).map_err(internal)? {

@@ -7,7 +7,7 @@ use matkv_config::Config;
 use matkv_model::{LanguageModel, ModelHeader, PULLABLE, PromptTexts, model_path};
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
-use matkv_store::Store;
+use matkv_store::{Identity, Store};
 use matkv_sys::{FileLock, Segment};
 use matkv_types::Encoding;
 
@@ -16,9 +16,11 @@ use crate::chunk_spec::ChunkSpec;
 use crate::compile::compile_prefix;
 use crate::core::Core;
 use crate::error::LoaderError;
+use crate::rates::Rates;
 use crate::self_test::SelfTest;
 use crate::serve::{Signals, serve};
 use crate::session_thread::DecoderChild;
+use crate::store_options::store_options;
 
 /// How the loader was started.
 #[derive(Clone, Debug, Default)]
@@ -82,7 +84,14 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
     let prefix_tokens = prefix_tokens(&model, config)?;
     let fingerprint = model.fingerprint(&prefix_tokens);
-    let store = Store::open(&config.store_dir, fingerprint)?;
+    let shape = model.kv_shape();
+    let identity = Identity {
+        fingerprint,
+        shape,
+        base_position: prefix_tokens.len(),
+        model: config.model.clone(),
+    };
+    let store = Store::open(store_options(config)?, identity)?;
     let index = Box::new(HannoyIndex::open(&store)?);
     let geometry = Geometry::new(config.arena_bytes as usize);
     let segment = Segment::create(&segment_name(&config.runtime_dir), geometry.segment_bytes())?;
@@ -98,7 +107,7 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         prefix_tokens.len(),
         &fingerprint.to_string()[..16]
     );
-    let (shape, prefix_tokens_len) = (model.kv_shape(), prefix_tokens.len());
+    let prefix_tokens_len = prefix_tokens.len();
     let core = Core {
         config: config.clone(),
         model: Arc::clone(&model),
@@ -110,12 +119,14 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         spec: ChunkSpec {
             fingerprint,
             shape,
-            encoding: Encoding::EXACT,
+            encoding: Encoding::new(config.storage_dtype, config.storage_codec),
+            level: config.storage_level as i32,
             base_position: prefix_tokens_len,
         },
         arena,
         geometry,
         self_test: SelfTest::new(&model, fingerprint).map_err(LoaderError::Setup)?,
+        rates: Rates::default(),
     };
     pool.install(|| SelfTest::prepare(&core, &prefix));
     Ok(Opened {

@@ -1,5 +1,6 @@
 //! The self-test behind readiness: a built-in chunk is loaded from flash, a question over it is
-//! sub-prefilled and decoded, and the answer must be, bit for bit, that of a full prefill.
+//! sub-prefilled and decoded, and the answer must be, bit for bit, that over the chunk computed
+//! anew: with exact rows, that of a full prefill.
 //!
 //! It runs once in every session, through the same threads as any request: a loader that says it
 //! is ready has just answered.
@@ -9,13 +10,13 @@ use std::time::Duration;
 
 use crossbeam::channel::Sender;
 use matkv_model::{Message, Role};
-use matkv_types::{ChunkId, ContentId, Fingerprint, FinishReason, Mode, Sampling};
+use matkv_types::{ChunkId, ContentId, Fingerprint, FinishReason, KvDtype, Mode, Sampling};
 
 use crate::arena::{ChunkSlot, FillingSlot};
 use crate::compile::{Compilation, CompileJob};
 use crate::core::Core;
 use crate::plan::Plan;
-use crate::request::{ChunkSource, ChunkUse, Planned, RequestState};
+use crate::request::{ChunkSource, ChunkUse, Lease, Materialized, Planned, RequestState};
 use crate::world::LoadMessage;
 
 /// The text of the built-in chunk.
@@ -61,7 +62,7 @@ impl SelfTest {
             return;
         }
         let stored = (|| {
-            let len = core.spec.file_len(this.tokens.len());
+            let len = core.spec.slot_len(this.tokens.len(), core.spec.form());
             let extent = core.arena.allocate(len).ok_or("there is no room in the arena")?;
             let slot = extent.exclusive().map_err(|e| e.to_string())?;
             let filling = FillingSlot { slot, extent };
@@ -74,8 +75,12 @@ impl SelfTest {
                 store: true,
             });
             while !job.step(core, prefix, &mut || true) {}
-            let chunk = job.finish(core).outcome?;
-            core.files_of(&id).write(&id, chunk.file()).map_err(|e| e.to_string())
+            let compiled = job.finish(core);
+            let lease = Lease::new(Arc::new(compiled.outcome?), &core.arena);
+            let (image, compute_ms) = (compiled.image, compiled.compute_ms);
+            let chunk = Materialized { lease, image, compute_ms };
+            let file = core.on_flash(&chunk).map_err(|e| e.to_string())?;
+            core.files_of(&id).write(&id, &file).map_err(|e| e.to_string())
         })();
         if let Err(e) = stored {
             tracing::warn!("the self-test's chunk is not stored: {e}");
@@ -88,17 +93,28 @@ impl SelfTest {
 /// # Errors
 /// What did not work.
 pub async fn run(core: &Core, load: &Sender<LoadMessage>) -> Result<(), String> {
-    let reused = answer(core, load, Mode::Linked(0)).await?;
-    let computed = answer(core, load, Mode::Vanilla).await?;
+    let reused = answer(core, load, Mode::Linked(0), false).await?;
+    // Through the same encoder; with exact rows that is a full prefill as well.
+    let again = answer(core, load, Mode::Linked(0), true).await?;
+    let exact = core.spec.encoding.dtype == KvDtype::Bf16;
+    let vanilla = if exact { Some(answer(core, load, Mode::Vanilla, false).await?) } else { None };
     // The arena is for what users ask.
     let _ = load.try_send(LoadMessage::Forget(vec![core.self_test.id]));
-    if reused == computed {
-        return Ok(());
+    for computed in [Some(again), vanilla].into_iter().flatten() {
+        if reused != computed {
+            let (stored, anew) = (&reused.tokens, &computed.tokens);
+            return Err(format!("with stored KV {stored:?}, computed anew {anew:?}"));
+        }
     }
-    Err(format!("with stored KV {:?}, computed anew {:?}", reused.tokens, computed.tokens))
+    Ok(())
 }
 
-async fn answer(core: &Core, load: &Sender<LoadMessage>, mode: Mode) -> Result<Answer, String> {
+async fn answer(
+    core: &Core,
+    load: &Sender<LoadMessage>,
+    mode: Mode,
+    recompute: bool,
+) -> Result<Answer, String> {
     let message = Message { role: Role::User, content: QUESTION.into() };
     let rest = core.model.rest(&[message]).map_err(|e| e.to_string())?;
     let SelfTest { id, tokens } = core.self_test.clone();
@@ -121,6 +137,8 @@ async fn answer(core: &Core, load: &Sender<LoadMessage>, mode: Mode) -> Result<A
         },
         return_logits: true,
         cold: true,
+        recompute,
+        near: Vec::new(),
         urgent: true,
     };
     if load.try_send(LoadMessage::Request(Box::new(planned))).is_err() {

@@ -110,6 +110,7 @@ impl Observer {
         let session = self.sessions.status();
         let totals = core.store.read().and_then(|r| r.totals()).map_err(|e| e.to_string())?;
         let (arena_bytes, used) = core.arena.usage();
+        let (flash_used, flash_capacity) = core.store.flash_usage();
         let running = session.running as u64;
         let ready = Unready { state: "ready", reason: String::new() };
         let Unready { state, reason } = self.unready().unwrap_or(ready);
@@ -127,15 +128,23 @@ impl Observer {
             documents: totals.documents,
             chunks: totals.chunks,
             chunk_tokens: totals.tokens,
-            chunk_bytes: totals.file_bytes,
+            chunk_bytes: totals.flash_bytes,
             arena_bytes: arena_bytes as u64,
             arena_used_bytes: used as u64,
             arena_chunks: self.resident.load(Ordering::Relaxed),
             held_slots: core.arena.held() as u64,
             requests_running: running,
             requests_waiting: self.admitted.load(Ordering::Relaxed).saturating_sub(running),
-            quarantined: core.store.files().quarantined().unwrap_or(0) as u64,
-            other_fingerprints: core.store.other_fingerprints().to_vec(),
+            quarantined: core.store.files().quarantined().map_or(0, |q| q.0) as u64,
+            other_fingerprints: core.store.other_identities(),
+            storage_degraded: core.store.degraded().unwrap_or_default(),
+            flash_used_bytes: flash_used,
+            flash_capacity: flash_capacity.unwrap_or(0),
+            flash_chunks: totals.flash_chunks,
+            cold_chunks: totals.cold_chunks,
+            cold_bytes: totals.cold_bytes,
+            cold_url: core.config.cold_url.clone(),
+            encoding: core.spec.encoding.to_string(),
             metrics: matkv_telemetry::render(),
             store_dir: core.config.store_dir.display().to_string(),
         })

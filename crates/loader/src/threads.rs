@@ -7,7 +7,10 @@ use crossbeam::channel::{Receiver, Sender, bounded};
 use matkv_actors::{Policy, StopFlag, ThreadSpec};
 use matkv_config::{Config, IoEngine};
 use matkv_kernels::Isa;
-use matkv_sys::{EngineKind, ReadDone, ReadEngine, Segment, open_engine};
+use matkv_store::Breaker;
+use matkv_sys::{
+    EngineKind, EngineOptions, REQUESTS_MAX, ReadDone, ReadEngine, Segment, open_engine,
+};
 use tokio::sync::{Mutex, Semaphore};
 
 use crate::compile::{CompileJob, Compiled};
@@ -15,15 +18,18 @@ use crate::compute::{Compute, WORK_MAX};
 use crate::error::LoaderError;
 use crate::gateway::{Gateway, Tracing};
 use crate::ingest::{self, IngestSession};
+use crate::keeper::{self, KeeperMessage, NOTES_MAX};
 use crate::load::Load;
 use crate::load_thread::{self, LoadChannels, Process, STORES_MAX};
-use crate::request::{Lease, Resident};
+use crate::onboard::{self, Fetched, OnboardInlets, Onboarding};
+use crate::request::{Materialized, Resident};
 use crate::retrieve::{self, Incoming};
 use crate::run::Opened;
 use crate::session::Sessions;
 use crate::session_thread::SessionThread;
 use crate::status::Observer;
-use crate::world::{LOADS_MAX, LoadMessage};
+use crate::store_options::policy;
+use crate::world::{LOADS_MAX, LoadMessage, Loaded};
 
 /// A receiver that is disconnected, and so ready for ever, once the flag is raised.
 pub(crate) fn stopped(stop: &StopFlag) -> Receiver<()> {
@@ -51,6 +57,12 @@ struct Channels {
     load: (Sender<LoadMessage>, Receiver<LoadMessage>),
     /// Every read that can be under way: completing one never waits.
     reads: (Sender<ReadDone>, Receiver<ReadDone>),
+    /// The same for the cold tier, whose threads must not wait either.
+    fetched: (Sender<Fetched>, Receiver<Fetched>),
+    /// And for loads that are verified and decoded.
+    loaded: (Sender<Loaded>, Receiver<Loaded>),
+    /// News for the keeper; when it is behind, the rest is dropped.
+    keeper: (Sender<KeeperMessage>, Receiver<KeeperMessage>),
     /// Every compilation that can be under way: the compute thread never waits here.
     compiled: (Sender<Compiled>, Receiver<Compiled>),
     /// Requests ready to be computed: what waits here holds memory.
@@ -60,7 +72,7 @@ struct Channels {
     /// The next chunk of an ingest.
     background: (Sender<CompileJob>, Receiver<CompileJob>),
     /// Recomputed chunks: what waits here holds memory, and one too many is not stored.
-    store: (Sender<Lease>, Receiver<Lease>),
+    store: (Sender<Materialized>, Receiver<Materialized>),
 }
 
 impl Channels {
@@ -69,7 +81,10 @@ impl Channels {
             retrieve: bounded(config.queue),
             ingest: bounded(1),
             load: bounded(config.queue + 8),
-            reads: bounded(LOADS_MAX),
+            reads: bounded(REQUESTS_MAX),
+            fetched: bounded(REQUESTS_MAX),
+            loaded: bounded(REQUESTS_MAX),
+            keeper: bounded(NOTES_MAX),
             compiled: bounded(2 * LOADS_MAX + 8),
             requests: bounded(WORK_MAX),
             chunks: bounded(LOADS_MAX),
@@ -89,7 +104,13 @@ fn engine(
         IoEngine::Uring => EngineKind::Uring,
         IoEngine::Pread => EngineKind::Pread,
     };
-    let (engine, note) = open_engine(kind, config.io_depth, segment.region(), done)?;
+    let options = EngineOptions {
+        kind,
+        depth: config.io_depth,
+        block: config.io_block as usize,
+        sqpoll: config.io_sqpoll,
+    };
+    let (engine, note) = open_engine(options, segment.region(), done)?;
     if let Some(note) = note {
         tracing::warn!("{note}");
     }
@@ -99,8 +120,20 @@ fn engine(
 
 /// Connects everything.
 pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, LoaderError> {
-    let Channels { retrieve, ingest, load, reads, compiled, requests, chunks, background, store } =
-        Channels::new(config);
+    let Channels {
+        retrieve,
+        ingest,
+        load,
+        reads,
+        fetched,
+        loaded,
+        keeper,
+        compiled,
+        requests,
+        chunks,
+        background,
+        store,
+    } = Channels::new(config);
     let engine = engine(config, &opened.segment, reads.0)?;
     let sessions = Arc::new(Sessions::default());
     let core = &opened.core;
@@ -138,19 +171,27 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         background: background.1,
         compiled: compiled.0,
     };
-    let channels = LoadChannels { messages: load.1, reads: reads.1, compiled: compiled.1 };
+    let onboarding = Onboarding::new(core, engine, fetched.0, loaded.0, keeper.0);
+    let onboarding = Arc::new(onboarding);
+    let onboard = OnboardInlets { reads: reads.1, fetched: fetched.1 };
+    let channels = LoadChannels { messages: load.1, loaded: loaded.1, compiled: compiled.1 };
     let process = Process {
         core: Arc::clone(core),
-        engine,
+        onboarding: Arc::clone(&onboarding),
+        sessions: Arc::clone(&compute.sessions),
+        flash_breaker: Breaker::default(),
         prefill: requests.0,
         compile: chunks.0,
         background: background.0,
         store: store.0,
     };
-    let machine = Load::new(core.spec.clone(), &core.arena, prefix, process);
+    let policy = policy(&config.arena_policy)?;
+    let machine = Load::new(core.spec.clone(), &core.arena, prefix, policy, process);
     let loading = Loading { machine, channels, resident };
-    let inlets = Inlets { incoming: retrieve.1, ingests: ingest.1, stores: store.1 };
-    let specs = specs(opened, loading, compute, session, inlets, &load.0);
+    let inlets =
+        Inlets { incoming: retrieve.1, ingests: ingest.1, stores: store.1, notes: keeper.1 };
+    let mut specs = specs(opened, loading, compute, session, inlets, &load.0);
+    specs.extend(workers(config, &onboarding, &onboard));
     Ok(Threads { specs, gateway })
 }
 
@@ -165,7 +206,26 @@ struct Loading {
 struct Inlets {
     incoming: Receiver<Incoming>,
     ingests: Receiver<IngestSession>,
-    stores: Receiver<Lease>,
+    stores: Receiver<Materialized>,
+    notes: Receiver<KeeperMessage>,
+}
+
+/// Threads that verify and decode. A load that one of them held when it panicked is given up at
+/// its deadline.
+fn workers(
+    config: &Config,
+    onboarding: &Arc<Onboarding>,
+    inlets: &OnboardInlets,
+) -> Vec<ThreadSpec> {
+    let worker = |_| {
+        let (onboarding, inlets) = (Arc::clone(onboarding), inlets.clone());
+        // Not watched: they open files, and a device may hang while the arena still serves.
+        ThreadSpec::new("onboard", Policy::Restart { times: 100 }, move |stop, _| {
+            onboard::run(&onboarding, &inlets, &stopped(&stop));
+            Ok(())
+        })
+    };
+    (0..Config::threads(config.io_threads)).map(worker).collect()
 }
 
 /// What `load` and `compute` hold cannot be rebuilt after a panic (slots, replies), so the process
@@ -179,7 +239,8 @@ fn specs(
     inlets: Inlets,
     to_load: &Sender<LoadMessage>,
 ) -> Vec<ThreadSpec> {
-    let Inlets { incoming, ingests, stores } = inlets;
+    let Inlets { incoming, ingests, stores, notes } = inlets;
+    let kept = Arc::clone(&opened.core);
     let (retriever, ingester) = (Arc::clone(&opened.core), Arc::clone(&opened.core));
     let storer = Arc::clone(&opened.core);
     let (from_retrieve, from_ingest) = (to_load.clone(), to_load.clone());
@@ -205,6 +266,10 @@ fn specs(
         // These wait for a device that may hang while the arena still serves: not watched.
         ThreadSpec::new("store", Policy::Restart { times: 100 }, move |stop, _| {
             load_thread::store(&storer, &stores, &stopped(&stop));
+            Ok(())
+        }),
+        ThreadSpec::new("keeper", Policy::Restart { times: 100 }, move |stop, _| {
+            keeper::run(&kept, &notes, &stopped(&stop));
             Ok(())
         }),
         ThreadSpec::new("ingest", Policy::Restart { times: 100 }, move |stop, _| {

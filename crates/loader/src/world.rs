@@ -3,15 +3,17 @@
 use std::sync::Arc;
 
 use crossbeam::channel::Sender;
+use matkv_format::Superblock;
+use matkv_store::Tier;
 use matkv_sys::SlotMut;
-use matkv_types::ChunkId;
+use matkv_types::{ChunkId, Encoding};
 
 use crate::compile::CompileJob;
 use crate::flash::Unusable;
-use crate::request::{Lease, Planned, Resident};
+use crate::request::{Materialized, Planned, Resident};
 
 /// Where a materialized chunk is sent.
-pub type ChunkReply = Sender<Result<Lease, String>>;
+pub type ChunkReply = Sender<Result<Materialized, String>>;
 
 /// What the load machine is asked to do.
 pub enum LoadMessage {
@@ -33,17 +35,65 @@ pub struct Materialize {
     pub reply: ChunkReply,
 }
 
+/// Where a chunk is, and how it is written there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Found {
+    /// The tier it would be loaded from.
+    pub tier: Tier,
+    /// How.
+    pub encoding: Encoding,
+}
+
+/// Starts a load.
+pub struct LoadJob {
+    /// Comes back with the outcome.
+    pub tag: u64,
+    /// Which chunk.
+    pub id: ChunkId,
+    /// Its tokens.
+    pub tokens: Arc<[u32]>,
+    /// Where it is.
+    pub found: Found,
+    /// A slot for its arena form.
+    pub target: SlotMut,
+}
+
+/// A load that has ended: read, verified and in its arena form, or not to be used.
+pub struct Loaded {
+    /// Of its job.
+    pub tag: u64,
+    /// The slot, handed back.
+    pub target: SlotMut,
+    /// What the file says of itself.
+    pub result: Result<Superblock, Unusable>,
+}
+
 /// What the load machine wants of the process around it.
 pub trait World {
-    /// Starts reading a chunk's file; the completion comes back with the tag. Gives the slot back
-    /// if the file cannot be used.
-    fn read(
-        &mut self,
-        tag: u64,
-        id: &ChunkId,
-        len: usize,
-        target: SlotMut,
-    ) -> Result<(), (SlotMut, Unusable)>;
+    /// Milliseconds on a clock that does not go back.
+    fn now_ms(&self) -> u64;
+
+    /// Longest a load may take, in milliseconds.
+    fn deadline_ms(&self) -> u64;
+
+    /// Where to load a chunk from, or why it should be computed instead.
+    fn locate(&mut self, id: &ChunkId, rows: usize) -> Result<Found, Unusable>;
+
+    /// Starts a load; its outcome comes back with the tag. Gives the slot back if there is nothing
+    /// to read. Never waits for a device.
+    fn load(&mut self, job: LoadJob) -> Result<(), (SlotMut, Unusable)>;
+
+    /// A load took too long: the next ones of this tier may be worth less.
+    fn late(&mut self, id: &ChunkId, found: Found);
+
+    /// A chunk has become resident, or has been used where it was; `near` are close to it.
+    fn used(&mut self, ids: Vec<ChunkId>, near: Vec<ChunkId>);
+
+    /// Seconds it takes to bring a chunk back that leaves the arena.
+    fn cost(&self, id: &ChunkId, rows: usize) -> f64;
+
+    /// Chunks that may be brought in for the future now.
+    fn prefetch_window(&self) -> usize;
 
     /// Starts computing a chunk that a request waits for.
     fn compile(&mut self, job: CompileJob);
@@ -61,12 +111,9 @@ pub trait World {
     /// signals.
     fn prefill_has_room(&self) -> bool;
 
-    /// Keeps a chunk's file aside.
-    fn quarantine(&mut self, id: &ChunkId);
-
     /// Puts a recomputed chunk back on flash, if it is still wanted there. Does not wait for the
     /// device.
-    fn store_again(&mut self, chunk: Lease);
+    fn store_again(&mut self, chunk: Materialized);
 }
 
 /// Chunks being read or computed for requests; the completion channels have room for all.

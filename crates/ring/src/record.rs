@@ -167,7 +167,9 @@ impl Reader<'_> {
         let (start, end) = (self.size("slot start")?, self.size("slot end")?);
         let (kv_offset, rows) = (self.size("KV offset")?, self.count("slot rows", ROWS_MAX)?);
         let code = self.next()?;
+        // Forms at rest never reach the arena.
         let dtype = u32::try_from(code).ok().and_then(KvDtype::from_code);
+        let dtype = dtype.filter(|d| d.in_arena() == *d);
         let dtype = dtype.ok_or(RecordError::Invalid { field: "row type", found: code })?;
         Ok(SlotRecord { start, end, kv_offset, rows, dtype })
     }

@@ -20,6 +20,7 @@ pub(crate) fn spec() -> ChunkSpec {
         fingerprint: Fingerprint(Digest([7; 32])),
         shape: SHAPE,
         encoding: Encoding::EXACT,
+        level: 1,
         base_position: PREFIX.len(),
     }
 }
@@ -47,9 +48,9 @@ pub(crate) fn compute(
     tokens: &[u32],
 ) -> Result<matkv_format::Superblock, String> {
     let spec = spec();
-    let kv = ChunkFile::kv_range(spec.shape, spec.encoding, tokens.len());
+    let kv = ChunkFile::kv_range(spec.shape, spec.form(), tokens.len());
     fill(&mut slot[kv], tokens);
-    ChunkFile::seal(slot, &spec.expectation(id, tokens), spec.encoding).map_err(|e| e.to_string())
+    ChunkFile::seal(slot, &spec.expectation(id, tokens)).map_err(|e| e.to_string())
 }
 
 impl Chunk {
@@ -59,14 +60,14 @@ impl Chunk {
             (0..rows).map(|i| (mix(number << 32 | i as u64) % 50) as u32 + 6).collect();
         let spec = spec();
         let id = ChunkId::new(spec.fingerprint, "simulation", ContentId::of_tokens(&tokens));
-        let mut file = vec![0; spec.file_len(rows)];
+        let mut file = vec![0; spec.slot_len(rows, spec.form())];
         compute(&mut file, id, &tokens)?;
         Ok(Self { id, tokens, file })
     }
 
     fn section(&self) -> (&[u8], KvLayout) {
         let spec = spec();
-        let kv = ChunkFile::kv_range(spec.shape, spec.encoding, self.tokens.len());
+        let kv = ChunkFile::kv_range(spec.shape, spec.form(), self.tokens.len());
         (&self.file[kv], KvLayout::new(spec.shape, spec.encoding.dtype, self.tokens.len()))
     }
 }

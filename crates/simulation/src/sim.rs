@@ -6,8 +6,9 @@ use std::sync::Arc;
 use crossbeam::channel::{Receiver, bounded};
 use matkv_decoder_core::{Batch, Limits, Turn};
 use matkv_loader_core::machine::{
-    Arena, ChunkSource, ChunkUse, CompileJob, Compiled, FillingSlot, Lease, Load, LoadMessage,
-    Materialize, Planned, RequestError, RequestState, Resident, Sessions, hand_over,
+    Arena, ChunkSource, ChunkUse, CompileJob, Compiled, FillingSlot, Load, LoadMessage,
+    Materialize, Materialized, NearChunk, Planned, PolicyKind, RequestError, RequestState,
+    Resident, Sessions, hand_over,
 };
 use matkv_ring::{Consumer, Geometry, Header};
 use matkv_sys::Region;
@@ -83,7 +84,7 @@ struct Sim<'e> {
     faults: Faults,
     chunks: Vec<Chunk>,
     clients: Vec<Client>,
-    ingests: VecDeque<(usize, Receiver<Result<Lease, String>>)>,
+    ingests: VecDeque<(usize, Receiver<Result<Materialized, String>>)>,
     arena_bytes: usize,
     limits: Limits,
     loader: Loader,
@@ -103,6 +104,7 @@ pub fn run(seed: u64) -> Result<Report, String> {
     let mut sim = Sim::new(seed)?;
     while let Some((at, event)) = sim.queue.pop_first() {
         sim.now = at.0;
+        sim.loader.load.world().now = at.0;
         sim.report.events += 1;
         if sim.report.events > EVENTS_MAX {
             return Err(format!("seed {seed}: no end after {EVENTS_MAX} events"));
@@ -123,7 +125,7 @@ impl Event {
             Self::Leave(_) => "a client leaving",
             Self::Ingest(_) => "an ingest",
             Self::Forget(_) => "a deletion",
-            Self::Effect(Effect::Read(_)) => "a read",
+            Self::Effect(Effect::Load(_)) => "a load",
             Self::Effect(Effect::Compile { .. }) => "a computation",
             Self::Effect(Effect::Prefill(_)) => "a prefill",
             Self::Turn => "a token boundary",
@@ -135,7 +137,10 @@ impl Event {
 }
 
 impl Loader {
-    fn start(arena_bytes: usize, world: SimWorld) -> Result<Self, String> {
+    fn start(arena_bytes: usize, mut world: SimWorld) -> Result<Self, String> {
+        // The answers do not depend on who leaves first.
+        let policies = PolicyKind::ALL;
+        let policy = policies[world.random.below(policies.len() as u64) as usize];
         let geometry = Geometry::new(arena_bytes);
         let region = Region::anonymous(geometry.segment_bytes());
         let header = Header::initialize(&region, geometry, spec().fingerprint, 0)
@@ -148,7 +153,7 @@ impl Loader {
         chunks::write_prefix(&mut slot);
         let id = ChunkId(Digest([0; 32]));
         let prefix = Arc::new(FillingSlot { slot, extent }.freeze(id, 0..bytes, layout, bytes));
-        let load = Load::new(spec(), &arena, Arc::clone(&prefix), world);
+        let load = Load::new(spec(), &arena, Arc::clone(&prefix), policy, world);
         let (sessions, epoch, completions) = (Sessions::default(), 0, None);
         Ok(Self { region, header, arena, prefix, load, sessions, epoch, completions })
     }
@@ -285,7 +290,7 @@ impl Sim<'static> {
                 let id = self.chunks[n % self.chunks.len()].id;
                 self.loader.load.message(LoadMessage::Forget(vec![id]));
             }
-            Event::Effect(Effect::Read(done)) => self.loader.load.read_done(done),
+            Event::Effect(Effect::Load(done)) => self.loader.load.loaded(done),
             Event::Effect(Effect::Compile { job, background }) => self.compiled(job, background),
             Event::Effect(Effect::Prefill(resident)) => self.prefilled(*resident)?,
             Event::Turn => self.turn()?,
@@ -344,6 +349,11 @@ impl Sim<'static> {
             score: 0.0,
             source,
         };
+        let mut near = Vec::new();
+        while self.random.chance(500) {
+            let chunk = &self.chunks[self.random.below(self.chunks.len() as u64) as usize];
+            near.push(NearChunk { id: chunk.id, tokens: Arc::clone(&chunk.tokens) });
+        }
         let planned = Planned {
             state,
             chunks: question.chunks.iter().map(chunk).collect(),
@@ -353,6 +363,8 @@ impl Sim<'static> {
             sampling: question.sampling,
             return_logits: false,
             cold: self.random.chance(200),
+            recompute: self.random.chance(20),
+            near,
             urgent: self.random.chance(50),
         };
         self.loader.load.message(LoadMessage::Request(Box::new(planned)));
@@ -378,12 +390,12 @@ impl Sim<'static> {
             }
             self.ingests.pop_front();
             match outcome {
-                Ok(Ok(lease)) => {
+                Ok(Ok(materialized)) => {
                     let chunk = &self.chunks[n];
-                    if lease.chunk().file() != chunk.file {
+                    if materialized.file() != chunk.file {
                         return Err(format!("chunk {n} was materialized with other bytes"));
                     }
-                    self.loader.load.world().write(chunk.id, lease.chunk().file());
+                    self.loader.load.world().write(chunk.id, materialized.file());
                     self.report.materialized += 1;
                 }
                 Ok(Err(_)) if self.faults.compute > 0 => {}
@@ -403,9 +415,11 @@ impl Sim<'static> {
             Err("the computation failed".to_owned())
         } else {
             chunks::compute(&mut job.filling.slot, id, &job.tokens)
-                .map(|file| job.filling.freeze_file(id, &file))
+                .map(|file| job.filling.freeze_chunk(id, &file))
         };
-        self.loader.load.compiled(Compiled { id, for_request, store, outcome });
+        let (image, compute_ms) = (None, 5);
+        let compiled = Compiled { id, for_request, store, image, compute_ms, outcome };
+        self.loader.load.compiled(compiled);
     }
 
     /// What the compute thread does with a request, with the engine of hashes.

@@ -3,10 +3,14 @@
 use std::collections::BTreeMap;
 use std::io::{Error, ErrorKind};
 
-use matkv_loader_core::machine::{CompileJob, Lease, Resident, Unusable, World};
-use matkv_sys::{ReadDone, SlotMut};
+use matkv_format::ChunkFile;
+use matkv_loader_core::machine::{
+    CompileJob, Found, LoadJob, Loaded, Materialized, Resident, Tier, Unusable, World,
+};
+use matkv_sys::SlotMut;
 use matkv_types::ChunkId;
 
+use crate::chunks::spec;
 use crate::random::Random;
 
 /// How often things go wrong, in a thousand.
@@ -30,7 +34,7 @@ pub(crate) struct Faults {
 
 /// What the load machine has asked for, with the time it takes.
 pub(crate) enum Effect {
-    Read(ReadDone),
+    Load(Loaded),
     Compile { job: CompileJob, background: bool },
     Prefill(Box<Resident>),
 }
@@ -44,7 +48,13 @@ pub(crate) struct SimWorld {
     pub prefills: usize,
     pub background: usize,
     pub quarantined: u64,
+    pub now: u64,
+    /// Loads that were given up.
+    pub late: u64,
 }
+
+/// Longest a load may take: some of the late ones take longer.
+const DEADLINE: u64 = 250;
 
 /// As in the loader: one computing and two waiting, one chunk of an ingest and the next.
 const PREFILLS_MAX: usize = 3;
@@ -53,7 +63,8 @@ const BACKGROUND_MAX: usize = 2;
 impl SimWorld {
     pub fn new(disk: BTreeMap<ChunkId, Vec<u8>>, faults: Faults, random: Random) -> Self {
         let (prefills, background, quarantined) = (0, 0, 0);
-        Self { disk, effects: Vec::new(), faults, random, prefills, background, quarantined }
+        let (effects, now, late) = (Vec::new(), 0, 0);
+        Self { disk, effects, faults, random, prefills, background, quarantined, now, late }
     }
 
     /// Writes a chunk's file, unless the device is full.
@@ -85,27 +96,66 @@ impl SimWorld {
 }
 
 impl World for SimWorld {
-    fn read(
-        &mut self,
-        tag: u64,
-        id: &ChunkId,
-        len: usize,
-        mut target: SlotMut,
-    ) -> Result<(), (SlotMut, Unusable)> {
-        match self.disk.get(id) {
+    fn now_ms(&self) -> u64 {
+        self.now
+    }
+
+    fn deadline_ms(&self) -> u64 {
+        DEADLINE
+    }
+
+    fn locate(&mut self, id: &ChunkId, _rows: usize) -> Result<Found, Unusable> {
+        if !self.disk.contains_key(id) {
+            return Err(Unusable::Missing);
+        }
+        // The cost model may say so at any time.
+        if self.random.chance(self.faults.read) {
+            return Err(Unusable::Slower { load_ms: 2, compute_ms: 1 });
+        }
+        let tier = if self.random.chance(300) { Tier::Cold } else { Tier::Flash };
+        Ok(Found { tier, encoding: spec().encoding })
+    }
+
+    fn load(&mut self, job: LoadJob) -> Result<(), (SlotMut, Unusable)> {
+        let LoadJob { tag, id, tokens, mut target, .. } = job;
+        match self.disk.get(&id) {
             None => return Err((target, Unusable::Missing)),
-            Some(file) if file.len() != len => {
+            Some(file) if file.len() > target.len() => {
                 return Err((target, Unusable::Damaged("another length".into())));
             }
             Some(_) => {}
         }
-        let result = self.transfer(id, &mut target);
+        let read = self.transfer(&id, &mut target).map_err(|e| match e.kind() {
+            ErrorKind::UnexpectedEof => Unusable::Damaged(e.to_string()),
+            _ => Unusable::Unreadable(e.to_string()),
+        });
+        let result = read.and_then(|()| {
+            ChunkFile::verify(&target, &spec().expectation(id, &tokens)).map_err(|e| {
+                // Set aside, as whoever verifies does.
+                self.quarantined += u64::from(self.disk.remove(&id).is_some());
+                Unusable::Damaged(e.to_string())
+            })
+        });
         let mut time = self.random.between(1, 5);
         if self.random.chance(self.faults.late) {
             time *= 100;
         }
-        self.effects.push((time, Effect::Read(ReadDone { tag, target, result })));
+        self.effects.push((time, Effect::Load(Loaded { tag, target, result })));
         Ok(())
+    }
+
+    fn late(&mut self, _id: &ChunkId, _found: Found) {
+        self.late += 1;
+    }
+
+    fn used(&mut self, _ids: Vec<ChunkId>, _near: Vec<ChunkId>) {}
+
+    fn cost(&self, _id: &ChunkId, rows: usize) -> f64 {
+        rows as f64
+    }
+
+    fn prefetch_window(&self) -> usize {
+        2
     }
 
     fn compile(&mut self, job: CompileJob) {
@@ -135,11 +185,7 @@ impl World for SimWorld {
         self.prefills < PREFILLS_MAX
     }
 
-    fn quarantine(&mut self, id: &ChunkId) {
-        self.quarantined += u64::from(self.disk.remove(id).is_some());
-    }
-
-    fn store_again(&mut self, chunk: Lease) {
-        self.write(chunk.chunk().id(), chunk.chunk().file());
+    fn store_again(&mut self, chunk: Materialized) {
+        self.write(chunk.id(), chunk.file());
     }
 }

@@ -129,7 +129,8 @@ impl Store {
             out.push(format!("the index does not know chunk {id}"));
             if self.volume.exists(id) {
                 let pending = read.pending()?.contains(id);
-                let why = if pending { "an ingest has not committed it" } else { "nobody names it" };
+                let why =
+                    if pending { "an ingest has not committed it" } else { "nobody names it" };
                 out.push(format!("it has a file on flash: {why}; `chunks gc` removes it"));
             }
             let other = self.other_identities();

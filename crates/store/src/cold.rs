@@ -126,9 +126,7 @@ impl ColdTier {
                 Err(StoreError::ColdMissing)
             }
             Ok(Err(e)) => Err(self.broken(what, e.to_string())),
-            Err(_) => {
-                Err(self.broken(what, format!("no answer in {} s", self.deadline.as_secs())))
-            }
+            Err(_) => Err(self.broken(what, format!("no answer in {} s", self.deadline.as_secs()))),
         }
     }
 
@@ -156,7 +154,8 @@ impl ColdTier {
         if self.create(&self.object(id), first)? {
             return Ok(mine);
         }
-        let page = self.run("read", self.objects.get_range(&self.object(id), 0..PAGE_BYTES as u64))?;
+        let page =
+            self.run("read", self.objects.get_range(&self.object(id), 0..PAGE_BYTES as u64))?;
         let theirs = Superblock::decode(&page)?;
         if theirs.chunk_id == *id && theirs.fingerprint == mine.fingerprint {
             return Ok(theirs);
@@ -287,7 +286,8 @@ fn connect(options: &ColdOptions) -> Result<(Arc<dyn ObjectStore>, Path)> {
             path: directory.into(),
             source,
         })?;
-        let local = LocalFileSystem::new_with_prefix(directory).map_err(|e| cold_error("open", e))?;
+        let local =
+            LocalFileSystem::new_with_prefix(directory).map_err(|e| cold_error("open", e))?;
         return Ok((Arc::new(local.with_fsync(true)), Path::default()));
     }
     let Some(rest) = url.strip_prefix("s3://") else {
@@ -297,11 +297,8 @@ fn connect(options: &ColdOptions) -> Result<(Arc<dyn ObjectStore>, Path)> {
     // Fails only if one is installed already.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
-    let retry = RetryConfig {
-        max_retries: 2,
-        retry_timeout: options.deadline,
-        ..RetryConfig::default()
-    };
+    let retry =
+        RetryConfig { max_retries: 2, retry_timeout: options.deadline, ..RetryConfig::default() };
     let client = ClientOptions::new()
         .with_connect_timeout(Duration::from_secs(2))
         .with_timeout(options.deadline);

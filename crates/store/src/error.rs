@@ -53,7 +53,9 @@ pub enum StoreError {
     #[error("storage.type {0}")]
     Volume(String),
     /// The tier has reached its capacity and nothing in it may leave.
-    #[error("{tier} is full: {used} of {capacity} bytes, and nothing more may be evicted; raise {key}")]
+    #[error(
+        "{tier} is full: {used} of {capacity} bytes, and nothing more may be evicted; raise {key}"
+    )]
     Full {
         /// Which tier.
         tier: Tier,

@@ -39,8 +39,7 @@ impl Manifests {
             let bytes = crate::store::encode(&document.id, document)?;
             let path = self.path(&document.id);
             let temp = path.with_extension("tmp");
-            let failed =
-                |source| StoreError::File { what: "write", path: temp.clone(), source };
+            let failed = |source| StoreError::File { what: "write", path: temp.clone(), source };
             std::fs::write(&temp, bytes).map_err(failed)?;
             std::fs::File::open(&temp).and_then(|f| f.sync_data()).map_err(failed)?;
             std::fs::rename(&temp, &path).map_err(failed)?;

@@ -114,8 +114,7 @@ impl Store {
             for (id, record) in &batch {
                 if record.flash.is_some() && !self.volume.exists(id) {
                     let why = "another model needed the room".to_owned();
-                    let departure =
-                        crate::Departure { tier: Tier::Flash, at: unix_seconds(), why };
+                    let departure = crate::Departure { tier: Tier::Flash, at: unix_seconds(), why };
                     txn.place(id, Tier::Flash, None, Some(departure))?;
                 }
             }
@@ -248,7 +247,8 @@ impl Store {
         }
         for document in self.manifests.all()? {
             let read = self.read()?;
-            let missing = document.chunks.iter().any(|id| !read.chunk(id).is_ok_and(|c| c.is_some()));
+            let missing =
+                document.chunks.iter().any(|id| !read.chunk(id).is_ok_and(|c| c.is_some()));
             drop(read);
             if missing {
                 report.incomplete.push(document.id);

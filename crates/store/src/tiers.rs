@@ -47,13 +47,10 @@ impl Store {
     /// What a policy weighs.
     pub(crate) fn item(&self, record: &ChunkRecord, placement: &Placement, heat: &Heat) -> Item {
         let measured = f64::from(record.compute_ms);
-        let ms = if measured > 0.0 { measured } else { f64::from(record.rows) * COMPUTE_MS_PER_ROW };
+        let ms =
+            if measured > 0.0 { measured } else { f64::from(record.rows) * COMPUTE_MS_PER_ROW };
         let frequency = heat.count_at(unix_seconds(), self.options.promotion.half_life);
-        Item {
-            bytes: placement.physical.max(1),
-            cost: ms / 1e3,
-            frequency: f64::from(frequency),
-        }
+        Item { bytes: placement.physical.max(1), cost: ms / 1e3, frequency: f64::from(frequency) }
     }
 
     /// Enters what the index names into the policies: in the background after a start, at once
@@ -179,9 +176,8 @@ impl Store {
         let (mut gone, mut freed) = (Vec::new(), 0u64);
         let most = self.bytes_over(tier).max(1);
         while gone.len() < BATCH && (gone.is_empty() || freed < most) && more(self)? {
-            let mut may_leave = |id: &ChunkId| {
-                txn.chunk(id).ok().flatten().is_none_or(|r| !r.is_pinned(now))
-            };
+            let mut may_leave =
+                |id: &ChunkId| txn.chunk(id).ok().flatten().is_none_or(|r| !r.is_pinned(now));
             let mut residents = self.residents();
             let mut victim = residents.of(tier).evict(&mut may_leave);
             let complete = residents.complete;
@@ -348,17 +344,16 @@ impl Store {
         tier: Tier,
         copy: usize,
     ) -> Result<(SlotMut, Superblock)> {
-        let bytes = match tier {
-            Tier::Flash => self.volume.read_copy(id, copy).map_err(|source| StoreError::File {
-                what: "read",
-                path: self.volume.path(id),
-                source,
-            })?,
-            Tier::Cold => {
-                let cold = self.cold.as_ref().ok_or(StoreError::ColdMissing)?;
-                page_aligned(&cold.get(id)?)?
-            }
-        };
+        let bytes =
+            match tier {
+                Tier::Flash => self.volume.read_copy(id, copy).map_err(|source| {
+                    StoreError::File { what: "read", path: self.volume.path(id), source }
+                })?,
+                Tier::Cold => {
+                    let cold = self.cold.as_ref().ok_or(StoreError::ColdMissing)?;
+                    page_aligned(&cold.get(id)?)?
+                }
+            };
         let tokens = self.read()?.tokens(id)?;
         let tokens = tokens.ok_or_else(|| StoreError::Refused(format!("no chunk {id}")))?;
         let found = ChunkFile::verify(&bytes, &self.identity.expectation(*id, &tokens))?;
@@ -455,7 +450,8 @@ impl Store {
             return Ok(moved);
         }
         while self.bytes_over(Tier::Cold) > 0
-            && self.evict_some(Tier::Cold, "cold.capacity", |s| Ok(s.bytes_over(Tier::Cold) > 0))? > 0
+            && self.evict_some(Tier::Cold, "cold.capacity", |s| Ok(s.bytes_over(Tier::Cold) > 0))?
+                > 0
         {}
         let Some(capacity) = self.space.capacity() else { return Ok(moved) };
         let share = |share: f64| (capacity as f64 * share) as u64;
@@ -540,6 +536,23 @@ impl Store {
             self.space.add(bytes);
         }
         Ok(true)
+    }
+
+    /// Bad files of a chunk have been put into quarantine, or were never there: if nothing is left
+    /// the index does not name them any more.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn set_aside(&self, id: &ChunkId, why: &str) -> Result<()> {
+        if self.volume.exists(id) {
+            return Ok(());
+        }
+        let record = self.read()?.chunk(id)?;
+        let Some(placement) = record.and_then(|r| r.flash) else { return Ok(()) };
+        self.lost(id, Tier::Flash, &format!("quarantined: {why}"))?;
+        // What is kept for inspection takes room too.
+        self.space.add(placement.physical);
+        Ok(())
     }
 
     /// The index does not name a chunk's bytes in a tier any more.

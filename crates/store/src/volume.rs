@@ -52,7 +52,11 @@ impl VolumeKind {
             Self::Stripe => "at least two directories",
             Self::Mirror => "an even number of directories",
         };
-        if fine { Ok(()) } else { Err(format!("{} needs {needs}, not {directories}", self.as_str())) }
+        if fine {
+            Ok(())
+        } else {
+            Err(format!("{} needs {needs}, not {directories}", self.as_str()))
+        }
     }
 }
 

@@ -37,7 +37,8 @@ pub use pidfd::PidFd;
 pub use pread::PreadPool;
 pub use process::{die_with_parent, terminate, terminate_and_wait};
 pub use reader::{
-    EngineKind, EngineOptions, REQUESTS_MAX, ReadDone, ReadEngine, ReadPart, ReadRequest, open_engine,
+    EngineKind, EngineOptions, REQUESTS_MAX, ReadDone, ReadEngine, ReadPart, ReadRequest,
+    open_engine,
 };
 pub use region::{Region, SlotMut, SlotRef, Words};
 pub use segment::{Segment, shared_memory_bytes};

@@ -43,7 +43,8 @@ impl ReadRequest {
 
     /// Whether every part lies inside the target.
     pub(crate) fn fits(&self) -> bool {
-        let inside = |p: &ReadPart| p.offset.checked_add(p.len).is_some_and(|e| e <= self.target.len());
+        let inside =
+            |p: &ReadPart| p.offset.checked_add(p.len).is_some_and(|e| e <= self.target.len());
         self.parts.iter().all(inside)
     }
 }

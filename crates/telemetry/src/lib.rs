@@ -23,6 +23,22 @@ pub mod names {
     pub const RECOMPUTED: &str = "matkv_chunks_recomputed_total";
     /// Chunk files refused and quarantined.
     pub const QUARANTINED: &str = "matkv_chunks_quarantined_total";
+    /// Loads that were not made although the chunk is stored, by reason.
+    pub const LOAD_SKIPPED: &str = "matkv_load_skipped_total";
+    /// Loads that took longer than their deadline.
+    pub const LOADS_LATE: &str = "matkv_loads_late_total";
+    /// Chunks brought into the arena before they were asked for, by what became of them.
+    pub const PREFETCHED: &str = "matkv_chunks_prefetched_total";
+    /// Prompt tokens of chunks, by tier: asked of it, found in it, served from it.
+    pub const TIER_TOKENS: &str = "matkv_tier_tokens_total";
+    /// Chunks moved between tiers, by direction.
+    pub const MIGRATED: &str = "matkv_chunks_migrated_total";
+    /// Bytes moved between tiers, by direction.
+    pub const MIGRATED_BYTES: &str = "matkv_migrated_bytes_total";
+    /// Chunks verified in the background.
+    pub const SCRUBBED: &str = "matkv_chunks_scrubbed_total";
+    /// Copies written again from a good one.
+    pub const HEALED: &str = "matkv_chunks_healed_total";
     /// Chunks evicted from the arena.
     pub const EVICTIONS: &str = "matkv_arena_evictions_total";
     /// Requests whose chunks were moved together because their own slot fitted no hole.

@@ -146,8 +146,7 @@ pub enum Codec {
 
 impl Codec {
     /// Every codec.
-    pub const ALL: [Self; 5] =
-        [Self::None, Self::Lz4, Self::Zstd, Self::SplitLz4, Self::SplitZstd];
+    pub const ALL: [Self; 5] = [Self::None, Self::Lz4, Self::Zstd, Self::SplitLz4, Self::SplitZstd];
 
     /// Number on flash.
     pub const fn code(self) -> u32 {

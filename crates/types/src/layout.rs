@@ -181,7 +181,10 @@ mod tests {
         // 393,216 bytes of rows; K scales 16 groups × 64 × 2, V scales 1,024 × 2, three heads.
         let layout = KvLayout::new(shape, KvDtype::Int8, 1024);
         assert_eq!(layout.layer_bytes(), 393_216 + 3 * (2048 + 2048));
-        assert_eq!(layout.v_scale_offset(1, 2) + 2048, layout.layer_stride() + layout.layer_bytes());
+        assert_eq!(
+            layout.v_scale_offset(1, 2) + 2048,
+            layout.layer_stride() + layout.layer_bytes()
+        );
     }
 
     proptest! {

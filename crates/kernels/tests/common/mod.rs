@@ -57,8 +57,8 @@ fn fill_int8(rng: &mut StdRng, bytes: &mut [u8], layout: &KvLayout) {
 fn poison_int8(bytes: &mut [u8], layout: &KvLayout, keep: std::ops::Range<usize>) {
     let dim = layout.shape.head_dim;
     let nan = f32_to_bf16(f32::NAN).to_le_bytes();
-    for (layer, head) in (0..layout.shape.layers)
-        .flat_map(|l| (0..layout.shape.kv_heads).map(move |h| (l, h)))
+    for (layer, head) in
+        (0..layout.shape.layers).flat_map(|l| (0..layout.shape.kv_heads).map(move |h| (l, h)))
     {
         for row in (0..layout.padded_rows()).filter(|r| !keep.contains(r)) {
             let at = layout.v_scale_offset(layer, head) + 2 * row;

@@ -117,9 +117,10 @@ impl<K: Key> Policy<K> for S3Fifo<K> {
         // Everyone has at most three uses to lose, one move to main and one refusal.
         for _ in 0..=(usize::from(FREQUENCY_MAX) + 2) * self.entries.len() {
             let small = self.small_bytes as f64 >= SMALL_SHARE * self.bytes as f64;
-            let next = self.pop(small).map(|e| (e, small)).or_else(|| {
-                self.pop(!small).map(|e| (e, !small))
-            });
+            let next = self
+                .pop(small)
+                .map(|e| (e, small))
+                .or_else(|| self.pop(!small).map(|e| (e, !small)));
             let ((key, entry), small) = next?;
             if small && entry.uses > 1 {
                 self.push(key, entry.bytes, 0, false);

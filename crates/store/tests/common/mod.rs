@@ -5,14 +5,16 @@ use std::path::Path;
 
 use matkv_format::ChunkFile;
 use matkv_store::{
-    DocumentRecord, Identity, NewChunk, Placement, Store, StoreOptions, page_aligned,
+    ColdOptions, ColdTierOptions, DocumentRecord, Identity, NewChunk, Placement, Result, Store,
+    StoreOptions, Tier, TierOptions, page_aligned,
 };
-use matkv_types::{
-    ChunkId, ContentId, Digest, Encoding, Fingerprint, KvDtype, KvLayout, KvShape,
-};
+use matkv_types::{ChunkId, ContentId, Digest, Encoding, Fingerprint, KvDtype, KvLayout, KvShape};
 
 pub const FP: Fingerprint = Fingerprint(Digest([1; 32]));
 pub const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 1, head_dim: 32 };
+
+/// Bytes of an uncompressed file of this shape.
+pub const LEN: u64 = 24_576;
 
 pub fn identity(fingerprint: Fingerprint) -> Identity {
     Identity { fingerprint, shape: SHAPE, base_position: 3, model: "tiny".into() }
@@ -79,4 +81,96 @@ pub fn put(store: &Store, doc: &DocumentRecord, new: &[u32]) -> Vec<u32> {
     let vectors = txn.put_documents(&[doc]).unwrap();
     txn.commit().unwrap();
     vectors
+}
+
+/// A store whose options have been changed.
+pub fn open_with(dir: &Path, change: impl FnOnce(&mut StoreOptions)) -> Store {
+    let mut options = options(dir);
+    change(&mut options);
+    Store::open(options, identity(FP)).unwrap()
+}
+
+/// A cold tier at a URL that takes chunks as they are.
+pub fn cold(url: &str) -> Option<ColdTierOptions> {
+    let deadline = std::time::Duration::from_secs(30);
+    let place = ColdOptions { url: url.into(), endpoint: None, deadline };
+    let tier = TierOptions { encoding: Encoding::EXACT, level: 3, capacity: None };
+    Some(ColdTierOptions { place, tier })
+}
+
+/// As [`put`] of one document with one chunk of its own, and named after it.
+pub fn try_put(store: &Store, n: u32) -> Result<()> {
+    let file = page_aligned(&file(n, Encoding::EXACT))?;
+    store.announce(&[id(n)])?;
+    let written = store.write_file(&id(n), &file);
+    store.withdraw(&[id(n)]);
+    let placement = written?;
+    let mut txn = store.write()?;
+    txn.put_chunk(&new_chunk(n, Some(placement)))?;
+    txn.put_documents(&[&document(&n.to_string(), &[n])])?;
+    txn.commit().map(drop)
+}
+
+pub fn put_all(store: &Store, numbers: impl IntoIterator<Item = u32>) {
+    numbers.into_iter().for_each(|n| try_put(store, n).unwrap());
+}
+
+/// Whether the index lists chunk `n` in a tier.
+pub fn listed(store: &Store, n: u32, tier: Tier) -> bool {
+    let record = store.read().unwrap().chunk(&id(n)).unwrap();
+    record.is_some_and(|r| r.placement(tier).is_some())
+}
+
+/// The bytes of chunk `n` in a tier, verified.
+pub fn bytes(store: &Store, n: u32, tier: Tier) -> Result<Vec<u8>> {
+    store.read_verified(&id(n), tier, 0).map(|(bytes, found)| bytes[..found.file_len()].to_vec())
+}
+
+/// Whether some copy of chunk `n` on flash is good.
+pub fn readable(store: &Store, n: u32) -> bool {
+    (0..store.files().copies()).any(|c| store.read_verified(&id(n), Tier::Flash, c).is_ok())
+}
+
+pub fn used(store: &Store) -> u64 {
+    store.flash_usage().0
+}
+
+/// Bytes on the device of files in `chunks` and `quarantine`, anywhere below: what `du` counts.
+pub fn du(dir: &Path) -> u64 {
+    fn walk(dir: &Path, counts: bool) -> u64 {
+        use std::os::unix::fs::MetadataExt;
+        let Ok(list) = std::fs::read_dir(dir) else { return 0 };
+        list.map(|entry| {
+            let path = entry.unwrap().path();
+            let counts = counts || path.ends_with("chunks") || path.ends_with("quarantine");
+            let meta = path.symlink_metadata().unwrap();
+            match meta.is_dir() {
+                true => walk(&path, counts),
+                false => {
+                    if counts {
+                        meta.blocks() * 512
+                    } else {
+                        0
+                    }
+                }
+            }
+        })
+        .sum()
+    }
+    walk(dir, false)
+}
+
+/// Scrubs everything.
+pub fn scrub(store: &Store) -> matkv_store::ScrubReport {
+    let (next, report) = store.scrub(None, u64::MAX).unwrap();
+    assert_eq!(next, None);
+    report
+}
+
+/// Flips a bit in the middle of a file.
+pub fn flip(path: &Path) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let at = bytes.len() / 2;
+    bytes[at] ^= 4;
+    std::fs::write(path, bytes).unwrap();
 }

@@ -1,0 +1,229 @@
+//! The `keeper` thread: what the store needs while requests are served.
+//!
+//! It heals copies, follows up what loads have found out, keeps heat, promotes and demotes at a
+//! bounded rate, and verifies everything at a bounded rate, one chunk at a time. All of it can be
+//! stopped between two chunks.
+
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError};
+use matkv_store::{StoreError, Tier, unix_seconds};
+use matkv_telemetry::names;
+use matkv_types::ChunkId;
+
+use crate::core::Core;
+
+/// What the keeper is told.
+#[derive(Debug)]
+pub(crate) enum KeeperMessage {
+    /// A file was bad, and has been set aside.
+    Damaged { id: ChunkId, tier: Tier, why: String },
+    /// A copy has to be written again from a good one.
+    Heal { id: ChunkId, copy: usize },
+    /// Chunks have been used; others are near them.
+    Used { ids: Vec<ChunkId>, near: Vec<ChunkId> },
+    /// A chunk has been loaded.
+    Loaded { id: ChunkId, tier: Tier, ms: f32 },
+}
+
+/// Messages waiting; more are dropped.
+pub(crate) const NOTES_MAX: usize = 1024;
+/// How often it looks around.
+const ROUND: Duration = Duration::from_secs(1);
+/// How often heat is written.
+const FLUSH: Duration = Duration::from_secs(10);
+/// Between two passes over all chunks.
+const REST: Duration = Duration::from_secs(600);
+
+/// A rate of bytes that is kept over time.
+struct Budget {
+    per_second: u64,
+    /// When the next byte may move.
+    free: Instant,
+}
+
+impl Budget {
+    fn new(per_second: u64) -> Self {
+        Self { per_second, free: Instant::now() }
+    }
+
+    fn allows(&self) -> bool {
+        self.per_second > 0 && Instant::now() >= self.free
+    }
+
+    fn spend(&mut self, bytes: u64) {
+        if self.per_second > 0 {
+            let spent = Duration::from_secs_f64(bytes as f64 / self.per_second as f64);
+            self.free = self.free.max(Instant::now()) + spent;
+        }
+    }
+}
+
+struct Keeper<'a> {
+    core: &'a Core,
+    stopped: &'a Receiver<()>,
+    migrate: Budget,
+    scrub: Budget,
+    cursor: Option<ChunkId>,
+    next_pass: Instant,
+    next_flush: Instant,
+    /// Cold chunks that have become warm.
+    promotions: Vec<ChunkId>,
+}
+
+/// Runs until stopped.
+pub(crate) fn run(core: &Core, notes: &Receiver<KeeperMessage>, stopped: &Receiver<()>) {
+    let now = Instant::now();
+    let mut keeper = Keeper {
+        core,
+        stopped,
+        migrate: Budget::new(core.config.migrate_rate),
+        scrub: Budget::new(core.config.scrub_rate),
+        cursor: None,
+        next_pass: now,
+        next_flush: now + FLUSH,
+        promotions: Vec::new(),
+    };
+    keeper.report(core.store.load_residents(&|| !keeper.is_stopped()));
+    let mut next_round = now + ROUND;
+    loop {
+        let wait = next_round.saturating_duration_since(Instant::now());
+        match notes.recv_timeout(wait) {
+            Ok(note) => keeper.hear(note),
+            Err(RecvTimeoutError::Timeout) => {
+                keeper.round();
+                next_round = Instant::now() + ROUND;
+            }
+            Err(RecvTimeoutError::Disconnected) => break,
+        }
+        if keeper.is_stopped() {
+            break;
+        }
+        if Instant::now() >= next_round {
+            keeper.round();
+            next_round = Instant::now() + ROUND;
+        }
+    }
+    keeper.report(core.store.flush_heat());
+}
+
+impl Keeper<'_> {
+    fn is_stopped(&self) -> bool {
+        matches!(self.stopped.try_recv(), Err(TryRecvError::Disconnected))
+    }
+
+    fn report(&self, outcome: Result<(), StoreError>) {
+        if let Err(e) = outcome {
+            tracing::warn!("keeper: {e}");
+        }
+    }
+
+    fn hear(&mut self, note: KeeperMessage) {
+        let store = &self.core.store;
+        let outcome = match note {
+            KeeperMessage::Damaged { id, tier: Tier::Flash, why } => store.set_aside(&id, &why),
+            KeeperMessage::Damaged { id, tier: Tier::Cold, why } => store
+                .lost(&id, Tier::Cold, &format!("damaged: {why}"))
+                .and_then(|()| store.cold().map_or(Ok(()), |cold| cold.remove(&id))),
+            KeeperMessage::Heal { id, copy } => store.heal(&id, copy).inspect(|()| {
+                metrics::counter!(names::HEALED).increment(1);
+            }),
+            KeeperMessage::Used { ids, near } => {
+                store.touch(&ids, &near);
+                Ok(())
+            }
+            KeeperMessage::Loaded { id, tier, ms } => {
+                store.measured_load(&id, ms);
+                if tier == Tier::Cold {
+                    self.promotions.push(id);
+                }
+                Ok(())
+            }
+        };
+        self.report(outcome);
+    }
+
+    fn round(&mut self) {
+        let now = Instant::now();
+        if now >= self.next_flush {
+            self.report(self.core.store.flush_heat());
+            self.next_flush = now + FLUSH;
+        }
+        self.promote();
+        self.demote();
+        self.verify();
+        let (used, _) = self.core.store.flash_usage();
+        metrics::gauge!("matkv_flash_bytes").set(used as f64);
+    }
+
+    /// `access_count > threshold && since_last_access < time_window`.
+    fn promote(&mut self) {
+        let store = &self.core.store;
+        while self.migrate.allows()
+            && !self.is_stopped()
+            && let Some(id) = self.promotions.pop()
+        {
+            let Ok(read) = store.read() else { return };
+            let heat = read.heat(&id);
+            drop(read);
+            if !store.options().promotion.promotes(&heat, unix_seconds()) {
+                continue;
+            }
+            match store.promote(&id) {
+                Ok(bytes) => {
+                    self.migrate.spend(bytes);
+                    count_move("promoted", 1, bytes);
+                }
+                Err(e) => tracing::debug!("chunk {id}: not promoted: {e}"),
+            }
+        }
+    }
+
+    fn demote(&mut self) {
+        if !self.migrate.allows() {
+            return;
+        }
+        let most = self.migrate.per_second;
+        let go_on = |moved: u64| moved < most && !self.is_stopped();
+        match self.core.store.balance(&go_on) {
+            Ok((chunks, bytes)) => {
+                self.migrate.spend(bytes);
+                count_move("demoted", chunks, bytes);
+            }
+            Err(e) => tracing::debug!("not demoted: {e}"),
+        }
+    }
+
+    fn verify(&mut self) {
+        if Instant::now() < self.next_pass {
+            return;
+        }
+        while self.scrub.allows() && !self.is_stopped() {
+            // One chunk, or some that are nowhere.
+            match self.core.store.scrub(self.cursor, 1) {
+                Ok((next, report)) => {
+                    self.scrub.spend(report.bytes.max(4096));
+                    metrics::counter!(names::SCRUBBED).increment(report.chunks);
+                    metrics::counter!(names::HEALED).increment(report.healed);
+                    self.cursor = next;
+                    if next.is_none() {
+                        self.next_pass = Instant::now() + REST;
+                        return;
+                    }
+                }
+                Err(e) => {
+                    tracing::warn!("scrub: {e}");
+                    self.next_pass = Instant::now() + REST;
+                    return;
+                }
+            }
+        }
+    }
+}
+
+fn count_move(direction: &'static str, chunks: u64, bytes: u64) {
+    if chunks > 0 {
+        metrics::counter!(names::MIGRATED, "direction" => direction).increment(chunks);
+        metrics::counter!(names::MIGRATED_BYTES, "direction" => direction).increment(bytes);
+    }
+}

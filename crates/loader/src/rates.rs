@@ -1,0 +1,99 @@
+//! How fast this machine does things, as measured while it does them.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// What is measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Bytes from flash, read and verified.
+    Flash,
+    /// Bytes from the cold tier.
+    Cold,
+    /// Bytes decoded.
+    Decode,
+    /// Rows computed.
+    Compute,
+}
+
+const KINDS: usize = 4;
+/// Weight of a new measurement.
+const WEIGHT: f64 = 0.2;
+/// Of so many chunks that would be skipped one is loaded all the same: what was slow may be fast.
+const TRIAL: u32 = 32;
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Rate {
+    /// Seconds of one byte, or row; 0 before anything was measured.
+    seconds_per_unit: f64,
+    measurements: u32,
+}
+
+/// Measured rates.
+#[derive(Default)]
+pub(crate) struct Rates {
+    rates: Mutex<[Rate; KINDS]>,
+    skipped: Mutex<u32>,
+}
+
+impl Rates {
+    /// Takes a measurement in.
+    pub fn measured(&self, kind: Kind, units: u64, spent: Duration) {
+        if units == 0 {
+            return;
+        }
+        let new = spent.as_secs_f64() / units as f64;
+        let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
+        let rate = &mut rates[kind as usize];
+        let weight = if rate.measurements == 0 { 1.0 } else { WEIGHT };
+        rate.seconds_per_unit += (new - rate.seconds_per_unit) * weight;
+        rate.measurements += 1;
+    }
+
+    /// Seconds so many units take; nothing before enough was measured.
+    pub fn seconds(&self, kind: Kind, units: u64) -> Option<f64> {
+        let rate = self.rates.lock().unwrap_or_else(PoisonError::into_inner)[kind as usize];
+        (rate.measurements >= 3).then(|| rate.seconds_per_unit * units as f64)
+    }
+
+    /// Units a second; nothing before enough was measured.
+    pub fn per_second(&self, kind: Kind) -> Option<f64> {
+        self.seconds(kind, 1).filter(|s| *s > 0.0).map(|s| 1.0 / s)
+    }
+
+    /// Whether to compute a chunk rather than load it: milliseconds of loading and of computing.
+    pub fn prefer_computing(&self, kind: Kind, bytes: u64, rows: usize) -> Option<(u64, u64)> {
+        let load = self.seconds(kind, bytes)?;
+        let compute = self.seconds(Kind::Compute, rows as u64)?;
+        if load <= compute {
+            return None;
+        }
+        let mut skipped = self.skipped.lock().unwrap_or_else(PoisonError::into_inner);
+        *skipped += 1;
+        let trial = skipped.is_multiple_of(TRIAL);
+        (!trial).then_some(((load * 1e3) as u64, (compute * 1e3) as u64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_slower_is_not_done_but_tried_now_and_then() {
+        let rates = Rates::default();
+        assert_eq!(rates.prefer_computing(Kind::Cold, 1000, 10), None, "nothing measured");
+        for _ in 0..3 {
+            rates.measured(Kind::Cold, 1000, Duration::from_secs(2));
+            rates.measured(Kind::Compute, 10, Duration::from_secs(1));
+        }
+        let skips: Vec<bool> =
+            (0..64).map(|_| rates.prefer_computing(Kind::Cold, 1000, 10).is_some()).collect();
+        assert_eq!(skips.iter().filter(|s| !**s).count(), 2, "one trial in {TRIAL}");
+        // It has become fast: found out by the trials, believed after some.
+        for _ in 0..20 {
+            rates.measured(Kind::Cold, 1000, Duration::from_millis(10));
+        }
+        assert_eq!(rates.prefer_computing(Kind::Cold, 1000, 10), None);
+    }
+}
