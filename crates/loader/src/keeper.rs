@@ -16,8 +16,6 @@ use crate::core::Core;
 /// What the keeper is told.
 #[derive(Debug)]
 pub(crate) enum KeeperMessage {
-    /// A file was bad, and has been set aside.
-    Damaged { id: ChunkId, tier: Tier, why: String },
     /// A copy has to be written again from a good one.
     Heal { id: ChunkId, copy: usize },
     /// Chunks have been used; others are near them.
@@ -121,10 +119,6 @@ impl Keeper<'_> {
     fn hear(&mut self, note: KeeperMessage) {
         let store = &self.core.store;
         let outcome = match note {
-            KeeperMessage::Damaged { id, tier: Tier::Flash, why } => store.set_aside(&id, &why),
-            KeeperMessage::Damaged { id, tier: Tier::Cold, why } => store
-                .lost(&id, Tier::Cold, &format!("damaged: {why}"))
-                .and_then(|()| store.cold().map_or(Ok(()), |cold| cold.remove(&id))),
             KeeperMessage::Heal { id, copy } => store.heal(&id, copy).inspect(|()| {
                 metrics::counter!(names::HEALED).increment(1);
             }),
@@ -149,6 +143,7 @@ impl Keeper<'_> {
             self.report(self.core.store.flush_heat());
             self.next_flush = now + FLUSH;
         }
+        self.core.store.sweep_cold();
         self.promote();
         self.demote();
         self.verify();

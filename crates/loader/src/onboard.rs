@@ -213,12 +213,18 @@ impl Onboarding {
     fn set_aside(&self, task: &Task, reason: &Unusable) {
         let (id, tier) = (task.id, task.found.tier);
         metrics::counter!(names::QUARANTINED).increment(1);
-        if tier == Tier::Flash
-            && let Err(e) = self.core.files_of(&id).quarantine_copy(&id, task.copy)
-        {
+        let why = reason.to_string();
+        // Before the chunk is computed, and written, again.
+        let outcome = match tier {
+            _ if id == self.core.self_test.id => {
+                self.core.files_of(&id).quarantine_copy(&id, task.copy).map(|_| ())
+            }
+            Tier::Flash => self.core.store.quarantine(&id, task.copy, &why).map(|_| ()),
+            Tier::Cold => self.core.store.lost(&id, tier, &format!("damaged: {why}")),
+        };
+        if let Err(e) = outcome {
             tracing::warn!("chunk {id}: {e}");
         }
-        self.tell(KeeperMessage::Damaged { id, tier, why: reason.to_string() });
     }
 
     /// Tells the keeper, who is not waited for.

@@ -1,10 +1,20 @@
 //! The vector index against brute force, through adds, updates and removals.
 
 use matkv_retrieve::{EMBEDDING_DIM, HannoyIndex, VectorIndex};
-use matkv_store::Store;
-use matkv_types::{Digest, Fingerprint};
+use matkv_store::{Identity, Store, StoreOptions};
+use matkv_types::{Digest, Fingerprint, KvShape};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+
+fn open(dir: &std::path::Path) -> Store {
+    let identity = Identity {
+        fingerprint: Fingerprint(Digest([1; 32])),
+        shape: KvShape { layers: 1, kv_heads: 1, head_dim: 32 },
+        base_position: 0,
+        model: "none".into(),
+    };
+    Store::open(StoreOptions::new(dir.to_owned()), identity).unwrap()
+}
 
 fn unit(rng: &mut StdRng) -> Vec<f32> {
     let v: Vec<f32> = (0..EMBEDDING_DIM).map(|_| rng.random_range(-1.0..1.0)).collect();
@@ -19,7 +29,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 #[test]
 fn finds_what_brute_force_finds() {
     let dir = tempfile::tempdir().unwrap();
-    let store = Store::open(dir.path(), Fingerprint(Digest([1; 32]))).unwrap();
+    let store = open(dir.path());
     let index = HannoyIndex::open(&store).unwrap();
     let search = |q: &[f32], k| index.search(&store.read().unwrap(), q, k).unwrap();
     let mut rng = StdRng::seed_from_u64(5);
@@ -59,7 +69,7 @@ fn finds_what_brute_force_finds() {
 #[test]
 fn few_vectors_and_a_large_k() {
     let dir = tempfile::tempdir().unwrap();
-    let store = Store::open(dir.path(), Fingerprint(Digest([1; 32]))).unwrap();
+    let store = open(dir.path());
     let index = HannoyIndex::open(&store).unwrap();
     let mut rng = StdRng::seed_from_u64(6);
     let mut txn = store.write().unwrap();

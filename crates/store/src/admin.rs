@@ -68,20 +68,15 @@ impl Store {
             let Some(placement) = record.placement(*tier) else { continue };
             freed += placement.physical;
             let departure = Departure { tier: *tier, at: unix_seconds(), why: why.to_owned() };
-            if *tier == Tier::Flash {
-                txn.mark_pending(id)?;
-            }
+            txn.mark_pending_in(*tier, id)?;
             txn.place(id, *tier, None, Some(departure))?;
         }
         txn.commit()?;
         if tiers.contains(&Tier::Flash) {
-            self.drop_files(&[*id]);
+            self.drop_files(&[(*id, record.flash.map_or(0, |p| p.physical))]);
         }
-        if tiers.contains(&Tier::Cold)
-            && record.cold.is_some()
-            && let Some(cold) = self.cold()
-        {
-            cold.remove(id)?;
+        if tiers.contains(&Tier::Cold) && record.cold.is_some() {
+            self.sweep_cold();
         }
         Ok(freed)
     }
@@ -99,10 +94,9 @@ impl Store {
             self.space.subtract(bytes);
         }
         if stale {
-            for stale in self.space.stale().drain(..) {
-                stale.remove_files(&self.options().root)?;
-                report.stale_bytes += stale.bytes;
-            }
+            let before = self.space.stale_bytes();
+            while self.remove_stale()? {}
+            report.stale_bytes = before;
         }
         Ok(report)
     }
@@ -129,9 +123,13 @@ impl Store {
             out.push(format!("the index does not know chunk {id}"));
             if self.volume.exists(id) {
                 let pending = read.pending()?.contains(id);
-                let why =
-                    if pending { "an ingest has not committed it" } else { "nobody names it" };
-                out.push(format!("it has a file on flash: {why}; `chunks gc` removes it"));
+                out.push(format!(
+                    "it has a file on flash: {}",
+                    match pending {
+                        true => "an ingest has not committed it; `chunks gc` removes it",
+                        false => "nobody names it",
+                    }
+                ));
             }
             let other = self.other_identities();
             if !other.is_empty() {

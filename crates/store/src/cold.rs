@@ -106,7 +106,9 @@ impl ColdTier {
         if let Some(reason) = self.breaker.reason(Instant::now()) {
             return Err(cold_error(what, format!("not tried: {reason}")));
         }
-        let outcome = self.runtime.block_on(tokio::time::timeout(self.deadline, operation));
+        // The timer needs the runtime when it is made.
+        let timed = async { tokio::time::timeout(self.deadline, operation).await };
+        let outcome = self.runtime.block_on(timed);
         self.judge(what, outcome)
     }
 
@@ -158,6 +160,9 @@ impl ColdTier {
             self.run("read", self.objects.get_range(&self.object(id), 0..PAGE_BYTES as u64))?;
         let theirs = Superblock::decode(&page)?;
         if theirs.chunk_id == *id && theirs.fingerprint == mine.fingerprint {
+            for i in (1..file.len().div_ceil(OBJECT_BYTES)).filter(|_| theirs != mine) {
+                self.delete(&self.part(id, checksum, i))?;
+            }
             return Ok(theirs);
         }
         Err(cold_error("create", format!("{} is another chunk's", self.object(id))))
@@ -217,11 +222,16 @@ impl ColdTier {
     /// If the store cannot be reached.
     pub fn remove(&self, id: &ChunkId) -> Result<()> {
         let object = self.object(id);
-        let head = self.objects.get_range(&object, 0..PAGE_BYTES as u64);
-        let page = match self.run("read", head) {
-            Ok(page) => page,
+        let size = match self.run("read", self.objects.head(&object)) {
+            Ok(meta) => meta.size,
             Err(StoreError::ColdMissing) => return Ok(()),
             Err(e) => return Err(e),
+        };
+        // A range must not be longer than what is there.
+        let range = 0..size.min(PAGE_BYTES as u64);
+        let page = match range.is_empty() {
+            true => bytes::Bytes::new(),
+            false => self.run("read", self.objects.get_range(&object, range))?,
         };
         // The first object goes first: without it there is no chunk.
         self.delete(&object)?;

@@ -74,7 +74,7 @@ pub(crate) struct Stale {
 /// Says that chunk files have been taken away under the index.
 pub(crate) const RECONCILE: &str = "RECONCILE";
 
-/// Other identities' data, oldest first. Their files are counted once here, in the order of the
+/// Other identities' data, the one used longest ago last. Their files are counted once here, in the order of the
 /// directory: a store that nobody opens does not change.
 pub(crate) fn others(options: &StoreOptions, own: &str) -> Vec<Stale> {
     let mut out: Vec<(std::time::SystemTime, Stale)> = Vec::new();
@@ -90,7 +90,7 @@ pub(crate) fn others(options: &StoreOptions, own: &str) -> Vec<Stale> {
         let bytes = directories.iter().map(|d| chunk_bytes(d)).sum();
         out.push((used, Stale { name, directories, bytes }));
     }
-    out.sort_by_key(|(used, _)| *used);
+    out.sort_by_key(|(used, _)| std::cmp::Reverse(*used));
     out.into_iter().map(|(_, stale)| stale).collect()
 }
 

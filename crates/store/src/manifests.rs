@@ -40,9 +40,13 @@ impl Manifests {
             let path = self.path(&document.id);
             let temp = path.with_extension("tmp");
             let failed = |source| StoreError::File { what: "write", path: temp.clone(), source };
-            std::fs::write(&temp, bytes).map_err(failed)?;
-            std::fs::File::open(&temp).and_then(|f| f.sync_data()).map_err(failed)?;
-            std::fs::rename(&temp, &path).map_err(failed)?;
+            let written = std::fs::write(&temp, bytes)
+                .and_then(|()| std::fs::File::open(&temp)?.sync_data())
+                .and_then(|()| std::fs::rename(&temp, &path));
+            if let Err(e) = written {
+                let _ = std::fs::remove_file(&temp);
+                return Err(failed(e));
+            }
         }
         Ok(sync_directory(&self.dir)?)
     }

@@ -1,6 +1,6 @@
 //! What is put in order at a start, checked in the background, and rebuilt when the index is lost.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{MutexGuard, PoisonError};
 
@@ -44,7 +44,7 @@ pub struct RebuildReport {
 }
 
 impl Store {
-    pub(crate) fn announced(&self) -> MutexGuard<'_, HashSet<ChunkId>> {
+    pub(crate) fn announced(&self) -> MutexGuard<'_, HashMap<ChunkId, u32>> {
         self.announced.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -90,8 +90,9 @@ impl Store {
         tracing::info!("flash holds more than storage.capacity; evicting");
         self.remove_pending(None)?;
         while self.space.exceeds(0) {
-            let Some(stale) = self.space.stale().pop() else { break };
-            stale.remove_files(&self.options().root)?;
+            if !self.remove_stale()? {
+                break;
+            }
         }
         while self.space.exceeds(0) {
             let why = "storage.capacity was lowered";
@@ -169,8 +170,10 @@ impl Store {
             report.bad += 1;
             let moved = self.quarantine(id, copy, &why)?;
             if good {
-                self.heal(id, copy)?;
-                report.healed += 1;
+                match self.heal(id, copy) {
+                    Ok(()) => report.healed += 1,
+                    Err(e) => tracing::warn!("chunk {id}: not healed: {e}"),
+                }
             } else if !moved && !self.volume.exists(id) {
                 self.lost(id, Tier::Flash, "its file is missing")?;
             }
@@ -186,7 +189,7 @@ impl Store {
         let mut last = read.heat(id).last;
         if last == 0 {
             // Never used: its documents' age counts.
-            for name in read.users(id, 8)? {
+            for name in read.users(id, usize::MAX)? {
                 last = last.max(read.document(&name)?.map_or(0, |d| d.ingested_at));
             }
         }
@@ -238,8 +241,8 @@ impl Store {
             match cold.get(&id).and_then(|b| self.self_described(&id, &b)) {
                 Ok((found, tokens)) => {
                     let bytes = found.file_len() as u64;
-                    self.enter(id, &found, tokens, Tier::Cold, bytes, embed)?;
-                    report.chunks += 1;
+                    let new = self.enter(id, &found, tokens, Tier::Cold, bytes, embed)?;
+                    report.chunks += u64::from(new);
                     report.bytes += bytes;
                 }
                 Err(e) => tracing::warn!("cold chunk {id}: {e}"),
@@ -260,6 +263,7 @@ impl Store {
             report.documents += 1;
         }
         self.space.set_used(self.read()?.totals()?.flash_bytes + self.volume.quarantined()?.1);
+        self.enforce()?;
         Ok(report)
     }
 
@@ -279,7 +283,7 @@ impl Store {
         tier: Tier,
         physical: u64,
         embed: &mut dyn FnMut(&mut crate::WriteTxn<'_>, &[u32]) -> Result<Option<u32>>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let placement = Some(Placement {
             encoding: found.encoding,
             bytes: found.file_len() as u64,
@@ -287,7 +291,8 @@ impl Store {
             checksum: found.checksum(),
         });
         let mut txn = self.write()?;
-        if !txn.place(&id, tier, placement, None)? {
+        let new = !txn.place(&id, tier, placement, None)?;
+        if new {
             let vector = embed(&mut txn, &tokens)?;
             let (flash, cold) = match tier {
                 Tier::Flash => (placement, None),
@@ -296,6 +301,6 @@ impl Store {
             txn.put_chunk(&NewChunk { id, tokens, flash, cold, vector, compute_ms: 0 })?;
         }
         txn.commit()?;
-        Ok(())
+        Ok(new)
     }
 }

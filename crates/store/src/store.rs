@@ -1,6 +1,6 @@
 //! The store: lock, directories, LMDB environment, transactions.
 
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -47,6 +47,8 @@ pub(crate) struct Tables {
     pub heat: Table<Bytes>,
     /// Chunks that may have files the index does not name: being written, or being removed.
     pub pending: Table<Bytes>,
+    /// Chunks that may have objects in the cold tier the index does not name.
+    pub pending_cold: Table<Bytes>,
     /// Sums, so that nobody has to count.
     pub sums: Table<Str>,
 }
@@ -68,13 +70,27 @@ impl Tables {
                     open.create_database(txn, Some("places"))?,
                     open.create_database(txn, Some("heat"))?,
                     open.create_database(txn, Some("pending"))?,
+                    open.create_database(txn, Some("pending-cold"))?,
                     open.create_database(txn, Some("sums"))?,
                 ),
             )))
         })?;
-        let ((documents, chunks, tokens, vectors, meta), (places, heat, pending, sums)) =
-            opened.unwrap_commit();
-        Ok(Self { documents, chunks, tokens, vectors, meta, places, heat, pending, sums })
+        let (
+            (documents, chunks, tokens, vectors, meta),
+            (places, heat, pending, pending_cold, sums),
+        ) = opened.unwrap_commit();
+        Ok(Self {
+            documents,
+            chunks,
+            tokens,
+            vectors,
+            meta,
+            places,
+            heat,
+            pending,
+            pending_cold,
+            sums,
+        })
     }
 
     pub fn totals(&self, txn: &RoTxn<'_, AnyTls>) -> Result<Totals> {
@@ -97,8 +113,10 @@ pub struct Store {
     pub(crate) residents: Mutex<Residents>,
     pub(crate) manifests: Manifests,
     /// Chunks whose files are being written.
-    pub(crate) announced: Mutex<HashSet<ChunkId>>,
+    pub(crate) announced: Mutex<HashMap<ChunkId, u32>>,
     writing: Mutex<()>,
+    /// One chunk moves into the cold tier, or out of it, at a time.
+    pub(crate) moving_cold: Mutex<()>,
     /// One chunk file is written at a time: room is found for it first.
     pub(crate) placing: Mutex<()>,
     _lock: FileLock,
@@ -116,13 +134,12 @@ pub struct WriteTxn<'s> {
     txn: RwTxn<'s>,
     totals: Totals,
     /// Chunks nobody refers to any more.
-    removed: Vec<ChunkId>,
+    removed: Vec<(ChunkId, ChunkRecord)>,
     /// Documents to be written beside the index, and those to be taken away.
     written: Vec<DocumentRecord>,
     forgotten: Vec<String>,
     /// What the policies have to be told.
     moves: Vec<(ChunkId, Tier, Option<Item>)>,
-    /// Held until removed files are gone, so that the next change sees files as they are.
     _writing: MutexGuard<'s, ()>,
 }
 
@@ -189,6 +206,7 @@ impl Store {
             heat: HeatCache::default(),
             announced: Mutex::default(),
             writing: Mutex::new(()),
+            moving_cold: Mutex::new(()),
             placing: Mutex::new(()),
             _lock: lock,
         };
@@ -407,8 +425,14 @@ impl<'s> ReadTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn pending(&self) -> Result<Vec<ChunkId>> {
-        let all = self.store.tables.pending.iter(&self.txn)?;
-        all.map(|e| e.map_err(Into::into).and_then(|(k, _)| digest("pending", k))).collect()
+        self.pending_in(Tier::Flash)
+    }
+
+    /// The same of any tier.
+    pub(crate) fn pending_in(&self, tier: Tier) -> Result<Vec<ChunkId>> {
+        let tables = &self.store.tables;
+        let table = if tier == Tier::Flash { &tables.pending } else { &tables.pending_cold };
+        keys(table, &self.txn)
     }
 }
 
@@ -446,6 +470,7 @@ impl<'s> WriteTxn<'s> {
         if let Some(vector) = new.vector {
             self.store.tables.vectors.put(&mut self.txn, &vector, new.id.as_bytes())?;
         }
+        self.removed.retain(|(id, _)| *id != new.id);
         let record = ChunkRecord {
             rows: new.tokens.len() as u32,
             references: 0,
@@ -512,6 +537,33 @@ impl<'s> WriteTxn<'s> {
         Ok(self.store.tables.pending.put(&mut self.txn, id.as_bytes(), &[])?)
     }
 
+    /// [`Self::mark_pending`] of any tier.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub(crate) fn mark_pending_in(&mut self, tier: Tier, id: &ChunkId) -> Result<()> {
+        match tier {
+            Tier::Flash => self.mark_pending(id),
+            Tier::Cold => {
+                Ok(self.store.tables.pending_cold.put(&mut self.txn, id.as_bytes(), &[])?)
+            }
+        }
+    }
+
+    /// [`Self::clear_pending`] of any tier.
+    pub(crate) fn clear_pending_in(&mut self, tier: Tier, id: &ChunkId) -> Result<()> {
+        if tier == Tier::Flash {
+            return self.clear_pending(id);
+        }
+        self.store.tables.pending_cold.delete(&mut self.txn, id.as_bytes())?;
+        Ok(())
+    }
+
+    /// Chunks that may have files the index does not name, as this change sees it.
+    pub(crate) fn pending(&self) -> Result<Vec<ChunkId>> {
+        keys(&self.store.tables.pending, &self.txn)
+    }
+
     /// The chunk has no file the index does not name.
     ///
     /// # Errors
@@ -545,6 +597,8 @@ impl<'s> WriteTxn<'s> {
             self.refer(document)?;
             let bytes = encode(&document.id, document)?;
             self.store.tables.documents.put(&mut self.txn, &document.id, &bytes)?;
+            self.forgotten.retain(|id| *id != document.id);
+            self.written.retain(|d| d.id != document.id);
             self.written.push((*document).clone());
         }
         let mut vectors = Vec::new();
@@ -587,6 +641,7 @@ impl<'s> WriteTxn<'s> {
     pub fn delete_document(&mut self, id: &str) -> Result<Option<Vec<u32>>> {
         let Some(old) = self.store.document(&self.txn, id)? else { return Ok(None) };
         self.store.tables.documents.delete(&mut self.txn, id)?;
+        self.written.retain(|d| d.id != id);
         self.forgotten.push(id.to_owned());
         self.release(old).map(Some)
     }
@@ -607,13 +662,16 @@ impl<'s> WriteTxn<'s> {
             self.store.tables.heat.delete(&mut self.txn, id.as_bytes())?;
             // Until its files are gone, also after a crash.
             self.mark_pending(&id)?;
+            if record.cold.is_some() {
+                self.mark_pending_in(Tier::Cold, &id)?;
+            }
             let tiers = [Tier::Flash, Tier::Cold].into_iter();
             self.moves.extend(tiers.map(|tier| (id, tier, None)));
             if let Some(vector) = record.vector {
                 self.store.tables.vectors.delete(&mut self.txn, &vector)?;
                 vectors.push(vector);
             }
-            self.removed.push(id);
+            self.removed.push((id, record));
         }
         Ok(vectors)
     }
@@ -632,11 +690,22 @@ impl<'s> WriteTxn<'s> {
         let forgotten: Vec<String> = std::mem::take(&mut self.forgotten);
         self.store.manifests.remove(&forgotten)?;
         self.store.manifests.write(&self.written)?;
-        self.txn.commit()?;
-        self.store.residents().apply(&self.moves);
-        self.store.drop_files(&self.removed);
-        Ok(self.removed)
+        let Self { store, txn, removed, moves, _writing, .. } = self;
+        txn.commit()?;
+        store.residents().apply(&moves);
+        // Whoever places a file has that lock first and this one second.
+        drop(_writing);
+        let flash = |r: &ChunkRecord| r.flash.map_or(0, |p| p.physical);
+        let files: Vec<_> = removed.iter().map(|(id, r)| (*id, flash(r))).collect();
+        store.drop_files(&files);
+        // Objects in the cold tier go when it can be reached.
+        Ok(files.into_iter().map(|(id, _)| id).collect())
     }
+}
+
+fn keys(table: &Table<Bytes>, txn: &RoTxn<'_, AnyTls>) -> Result<Vec<ChunkId>> {
+    let all = table.iter(txn)?;
+    all.map(|e| e.map_err(Into::into).and_then(|(k, _)| digest("pending", k))).collect()
 }
 
 fn place_key(id: &ChunkId, document: &str) -> Vec<u8> {

@@ -59,28 +59,43 @@ impl Store {
     /// # Errors
     /// If the index fails.
     pub fn load_residents(&self, go_on: &dyn Fn() -> bool) -> Result<()> {
-        let mut after = None;
+        let (mut after, mut found) = (None, Vec::new());
         loop {
             let read = self.read()?;
             let batch = read.chunks_after(after.as_ref(), 4096)?;
             let Some((last, _)) = batch.last() else { break };
             after = Some(*last);
-            let mut residents = self.residents();
             for (id, record) in &batch {
                 let heat = read.heat(id);
                 for tier in [Tier::Flash, Tier::Cold] {
                     if let Some(placement) = record.placement(tier) {
-                        let item = self.item(record, placement, &heat);
-                        residents.of(tier).insert(*id, item);
+                        found.push((heat.last, *id, tier, self.item(record, placement, &heat)));
                     }
                 }
             }
-            drop(residents);
             if !go_on() {
                 return Ok(());
             }
         }
-        self.residents().complete = true;
+        // As they would have come in: whoever was used last, last.
+        found.sort_by_key(|(last, id, ..)| (*last, *id));
+        for part in found.chunks(4096) {
+            let mut residents = self.residents();
+            for (_, id, tier, item) in part {
+                // What has moved meanwhile is known better.
+                if !residents.of(*tier).contains(id) {
+                    residents.of(*tier).insert(*id, *item);
+                }
+            }
+        }
+        let read = self.read()?;
+        let mut residents = self.residents();
+        for (_, id, tier, _) in &found {
+            if read.chunk(id)?.is_none_or(|r| r.placement(*tier).is_none()) {
+                residents.of(*tier).remove(id);
+            }
+        }
+        residents.complete = true;
         Ok(())
     }
 
@@ -111,7 +126,8 @@ impl Store {
         let before = self.volume.physical_bytes(id);
         self.space.add(physical);
         if let Err(e) = self.volume.write(id, file) {
-            self.space.subtract(physical);
+            self.space.add(self.volume.physical_bytes(id));
+            self.space.subtract(physical + before);
             return Err(e);
         }
         // What was there before has been replaced; what the file system really took counts.
@@ -130,7 +146,24 @@ impl Store {
     fn lacks(&self, more: u64) -> Result<bool> {
         let reserve = self.options.reserve;
         Ok(self.space.exceeds(more)
+            || self.exceeds_quota(more)?
             || (reserve > 0 && self.volume.free_bytes()? < reserve.saturating_add(more)))
+    }
+
+    /// Whether so many bytes are too many for the tenant, over all tiers.
+    fn exceeds_quota(&self, more: u64) -> Result<bool> {
+        let Some(quota) = self.options.quota else { return Ok(false) };
+        Ok(self.space.used() + self.read()?.totals()?.cold_bytes + more > quota)
+    }
+
+    /// Removes the data of the identity used longest ago; false if there is none.
+    pub(crate) fn remove_stale(&self) -> Result<bool> {
+        let mut all = self.space.stale();
+        let Some(stale) = all.last() else { return Ok(false) };
+        tracing::info!("removing {} bytes of {}: room is needed", stale.bytes, stale.name);
+        stale.remove_files(&self.options.root)?;
+        all.pop();
+        Ok(true)
     }
 
     /// Makes room on flash.
@@ -140,17 +173,25 @@ impl Store {
         }
         self.remove_pending(Some(for_))?;
         while self.lacks(more)? {
-            let Some(stale) = self.space.stale().pop() else { break };
-            tracing::info!("removing {} bytes of {}: room is needed", stale.bytes, stale.name);
-            stale.remove_files(&self.options.root)?;
+            if !self.remove_stale()? {
+                break;
+            }
+        }
+        if self.lacks(more)? && self.volume.quarantined()?.0 > 0 {
+            tracing::info!("emptying the quarantine: room is needed");
+            let (_, bytes) = self.volume.empty_quarantine()?;
+            self.space.subtract(bytes);
         }
         while self.lacks(more)? {
             if self.evict_some(Tier::Flash, "room was needed", |s| s.lacks(more))? == 0 {
                 let used = self.space.used() + self.space.stale_bytes();
-                return Err(match self.space.capacity() {
-                    Some(capacity) if self.space.exceeds(more) => {
-                        let key = "storage.capacity";
-                        StoreError::Full { tier: Tier::Flash, used, capacity, key }
+                let tier = Tier::Flash;
+                return Err(match (self.space.capacity(), self.options.quota) {
+                    (Some(capacity), _) if self.space.exceeds(more) => {
+                        StoreError::Full { tier, used, capacity, key: "storage.capacity" }
+                    }
+                    (_, Some(capacity)) if self.exceeds_quota(more)? => {
+                        StoreError::Full { tier, used, capacity, key: "tenant.quota" }
                     }
                     _ => StoreError::NoSpace {
                         chunk: *for_,
@@ -191,16 +232,14 @@ impl Store {
             let Some(placement) = record.placement(tier) else { continue };
             freed += placement.physical;
             let departure = Departure { tier, at: now, why: why.to_owned() };
-            if tier == Tier::Flash {
-                txn.mark_pending(&id)?;
-            }
+            txn.mark_pending_in(tier, &id)?;
             txn.place(&id, tier, None, Some(departure))?;
-            gone.push(id);
+            gone.push((id, placement.physical));
         }
         txn.commit()?;
         match tier {
-            Tier::Flash => self.drop_files(&gone),
-            Tier::Cold => self.drop_objects(&gone),
+            Tier::Flash => self.drop_files_now(&gone),
+            Tier::Cold => self.sweep_cold(),
         }
         Ok(gone.len())
     }
@@ -220,51 +259,84 @@ impl Store {
         }
     }
 
-    /// Removes files of chunks that the index does not have on flash any more.
-    pub(crate) fn drop_files(&self, ids: &[ChunkId]) {
-        for id in ids {
-            let bytes = self.volume.physical_bytes(id);
+    /// Removes files of chunks that the index does not have on flash any more. With each goes what
+    /// was counted for it.
+    pub(crate) fn drop_files(&self, ids: &[(ChunkId, u64)]) {
+        if ids.is_empty() {
+            return;
+        }
+        let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.drop_files_now(ids);
+    }
+
+    /// The same for those who are placing a file.
+    fn drop_files_now(&self, ids: &[(ChunkId, u64)]) {
+        for (id, counted) in ids {
+            // Somebody is bringing it back, or has: the new file takes the place, and the count, of
+            // the old.
+            let record = self.read().and_then(|r| r.chunk(id));
+            let back = record.is_ok_and(|r| r.is_some_and(|r| r.flash.is_some()));
+            if back || self.announced().contains_key(id) {
+                continue;
+            }
             match self.volume.remove(id) {
-                Ok(()) => self.space.subtract(bytes),
+                Ok(()) => self.space.subtract(*counted),
                 Err(e) => tracing::warn!("chunk {id}: {e}"),
             }
         }
     }
 
-    fn drop_objects(&self, ids: &[ChunkId]) {
+    /// Removes objects that the index does not name any more. What cannot be removed now stays on
+    /// the list.
+    pub fn sweep_cold(&self) {
         let Some(cold) = &self.cold else { return };
-        for id in ids {
-            if let Err(e) = cold.remove(id) {
-                tracing::warn!("chunk {id}: {e}");
+        // Nobody may put one there meanwhile that the index is about to name.
+        let _one = self.moving_cold.lock().unwrap_or_else(PoisonError::into_inner);
+        let swept = (|| {
+            let read = self.read()?;
+            let mut gone = Vec::new();
+            for id in read.pending_in(Tier::Cold)? {
+                if read.chunk(&id)?.is_none_or(|r| r.cold.is_none()) {
+                    if let Err(e) = cold.remove(&id) {
+                        tracing::debug!("cold chunk {id}: {e}");
+                        break;
+                    }
+                }
+                gone.push(id);
             }
+            drop(read);
+            if gone.is_empty() {
+                return Ok(());
+            }
+            let mut txn = self.write()?;
+            gone.iter().try_for_each(|id| txn.clear_pending_in(Tier::Cold, id))?;
+            txn.commit().map(|_| ())
+        })();
+        if let Err(e) = swept {
+            let e: StoreError = e;
+            tracing::warn!("cold tier: {e}");
         }
     }
 
     /// Removes files that no index entry names, but not those of an ingest that is under way, nor
     /// `except`. Returns files and bytes.
     pub(crate) fn remove_pending(&self, except: Option<&ChunkId>) -> Result<(u64, u64)> {
-        let read = self.read()?;
-        let pending = read.pending()?;
-        let mut gone = Vec::new();
+        // Inside a change, so that nobody commits one of them meanwhile.
+        let mut txn = self.write()?;
         let mut out = (0, 0);
-        for id in pending {
-            if Some(&id) == except || self.announced().contains(&id) {
+        for id in txn.pending()? {
+            if Some(&id) == except || self.announced().contains_key(&id) {
                 continue;
             }
-            if read.chunk(&id)?.is_none_or(|r| r.flash.is_none()) {
+            if txn.chunk(&id)?.is_none_or(|r| r.flash.is_none()) {
                 let bytes = self.volume.physical_bytes(&id);
+                self.drop_files_now(&[(id, bytes)]);
+                if self.volume.exists(&id) {
+                    continue;
+                }
                 out = (out.0 + u64::from(bytes > 0), out.1 + bytes);
-                self.drop_files(&[id]);
             }
-            gone.push(id);
-        }
-        drop(read);
-        if gone.is_empty() {
-            return Ok(out);
-        }
-        let mut txn = self.write()?;
-        for id in &gone {
-            txn.clear_pending(id)?;
+            txn.clear_pending(&id)?;
         }
         txn.commit()?;
         Ok(out)
@@ -281,8 +353,8 @@ impl Store {
         }
         let mut txn = self.write()?;
         ids.iter().try_for_each(|id| txn.mark_pending(id))?;
+        ids.iter().for_each(|id| *self.announced().entry(*id).or_default() += 1);
         txn.commit()?;
-        self.announced().extend(ids);
         Ok(())
     }
 
@@ -290,7 +362,12 @@ impl Store {
     pub fn withdraw(&self, ids: &[ChunkId]) {
         let mut announced = self.announced();
         ids.iter().for_each(|id| {
-            announced.remove(id);
+            if let Some(count) = announced.get_mut(id) {
+                *count -= 1;
+                if *count == 0 {
+                    announced.remove(id);
+                }
+            }
         });
     }
 
@@ -406,6 +483,7 @@ impl Store {
         let (Some(cold), Some(options)) = (&self.cold, &self.options.cold) else {
             return Err(StoreError::Refused("there is no cold tier; set cold.url".into()));
         };
+        let one = self.moving_cold.lock().unwrap_or_else(PoisonError::into_inner);
         let record = self.read()?.chunk(id)?;
         let Some(record) = record.filter(|r| r.flash.is_some()) else {
             return Err(StoreError::Refused(format!("chunk {id} is not on flash")));
@@ -428,15 +506,18 @@ impl Store {
         // It may have been deleted meanwhile: then the object goes too.
         let departure = Departure { tier: Tier::Flash, at: unix_seconds(), why: why.to_owned() };
         if !txn.place(id, Tier::Cold, placement, None)? {
-            drop(txn);
-            self.drop_objects(&[*id]);
+            txn.mark_pending_in(Tier::Cold, id)?;
+            txn.commit()?;
+            drop(one);
+            self.sweep_cold();
             return Ok(0);
         }
         txn.mark_pending(id)?;
         txn.place(id, Tier::Flash, None, Some(departure))?;
         txn.commit()?;
-        self.drop_files(&[*id]);
-        Ok(record.flash.map_or(0, |p| p.physical))
+        let physical = record.flash.map_or(0, |p| p.physical);
+        self.drop_files(&[(*id, physical)]);
+        Ok(physical)
     }
 
     /// Keeps tiers between their watermarks: what is valued least goes to the cold tier, and out
@@ -449,10 +530,7 @@ impl Store {
         if self.cold.is_none() {
             return Ok(moved);
         }
-        while self.bytes_over(Tier::Cold) > 0
-            && self.evict_some(Tier::Cold, "cold.capacity", |s| Ok(s.bytes_over(Tier::Cold) > 0))?
-                > 0
-        {}
+        self.trim_cold()?;
         let Some(capacity) = self.space.capacity() else { return Ok(moved) };
         let share = |share: f64| (capacity as f64 * share) as u64;
         if self.space.used() <= share(self.options.high_watermark) {
@@ -469,7 +547,10 @@ impl Store {
             let heat = read.heat(&id);
             drop(read);
             match self.demote(&id, "above storage.high_watermark") {
-                Ok(bytes) => moved = (moved.0 + 1, moved.1 + bytes),
+                Ok(bytes) => {
+                    moved = (moved.0 + 1, moved.1 + bytes);
+                    self.trim_cold()?;
+                }
                 Err(e) => {
                     // It has not left after all.
                     if let Some(placement) = &record.flash {
@@ -481,6 +562,13 @@ impl Store {
             }
         }
         Ok(moved)
+    }
+
+    /// Brings the cold tier below its capacity.
+    fn trim_cold(&self) -> Result<()> {
+        let over = |s: &Self| Ok(s.bytes_over(Tier::Cold) > 0);
+        while over(self)? && self.evict_some(Tier::Cold, "cold.capacity", over)? > 0 {}
+        Ok(())
     }
 
     /// Copies a chunk from the cold tier to flash; it stays in both.
@@ -526,33 +614,22 @@ impl Store {
     /// # Errors
     /// If it can be neither moved nor removed, or the index fails.
     pub fn quarantine(&self, id: &ChunkId, copy: usize, why: &str) -> Result<bool> {
-        let bytes = self.volume.physical_bytes(id);
+        let before = self.volume.physical_bytes(id);
         if !self.volume.quarantine_copy(id, copy)? {
             return Ok(false);
         }
-        if !self.volume.exists(id) {
-            self.lost(id, Tier::Flash, &format!("quarantined: {why}"))?;
-            // What is kept for inspection takes room too.
-            self.space.add(bytes);
+        let after = self.volume.physical_bytes(id);
+        // What is kept for inspection takes room too; that of a file the index does not name is
+        // counted already.
+        if self.read()?.chunk(id)?.is_some_and(|r| r.flash.is_some()) {
+            self.space.add(before - after);
+            if after == 0 {
+                self.lost(id, Tier::Flash, &format!("quarantined: {why}"))?;
+            } else {
+                self.takes(id, after)?;
+            }
         }
         Ok(true)
-    }
-
-    /// Bad files of a chunk have been put into quarantine, or were never there: if nothing is left
-    /// the index does not name them any more.
-    ///
-    /// # Errors
-    /// If the index fails.
-    pub fn set_aside(&self, id: &ChunkId, why: &str) -> Result<()> {
-        if self.volume.exists(id) {
-            return Ok(());
-        }
-        let record = self.read()?.chunk(id)?;
-        let Some(placement) = record.and_then(|r| r.flash) else { return Ok(()) };
-        self.lost(id, Tier::Flash, &format!("quarantined: {why}"))?;
-        // What is kept for inspection takes room too.
-        self.space.add(placement.physical);
-        Ok(())
     }
 
     /// The index does not name a chunk's bytes in a tier any more.
@@ -564,10 +641,15 @@ impl Store {
         let before = txn.chunk(id)?.and_then(|r| r.placement(tier).map(|p| p.physical));
         let Some(before) = before else { return Ok(()) };
         let departure = Departure { tier, at: unix_seconds(), why: why.to_owned() };
+        if tier == Tier::Cold {
+            // Otherwise it would be taken for the next writer's.
+            txn.mark_pending_in(tier, id)?;
+        }
         txn.place(id, tier, None, Some(departure))?;
         txn.commit()?;
-        if tier == Tier::Flash {
-            self.space.subtract(before);
+        match tier {
+            Tier::Flash => self.space.subtract(before),
+            Tier::Cold => self.sweep_cold(),
         }
         Ok(())
     }
@@ -579,10 +661,23 @@ impl Store {
     pub fn heal(&self, id: &ChunkId, copy: usize) -> Result<()> {
         let (bytes, found) = self.read_any_copy(id)?;
         let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = self.volume.physical_bytes(id);
+        self.make_room(found.file_len() as u64, id)?;
+        if self.read()?.chunk(id)?.is_none_or(|r| r.flash.is_none()) {
+            return Err(StoreError::Refused(format!("chunk {id} has left flash")));
+        }
         self.volume.write_copy(id, copy, &bytes[..found.file_len()])?;
-        let after = self.volume.physical_bytes(id);
-        self.space.add(after);
+        self.takes(id, self.volume.physical_bytes(id))
+    }
+
+    /// A chunk's files on flash take so many bytes now.
+    fn takes(&self, id: &ChunkId, physical: u64) -> Result<()> {
+        let mut txn = self.write()?;
+        let Some(mut record) = txn.chunk(id)? else { return Ok(()) };
+        let Some(placement) = &mut record.flash else { return Ok(()) };
+        let before = std::mem::replace(&mut placement.physical, physical);
+        txn.save_chunk(id, &record)?;
+        txn.commit()?;
+        self.space.add(physical);
         self.space.subtract(before);
         Ok(())
     }

@@ -236,11 +236,16 @@ impl Volume {
             .iter()
             .map(|d| d.incoming.join(format!("{id}.{copy}.{number}.tmp")))
             .collect();
+        let mut published = 0;
         let outcome = self
             .write_temps(&temps, bytes)
             .and_then(|()| {
                 crash_point(CrashPoint::IngestSynced);
-                directories.iter().zip(&temps).try_for_each(|(d, temp)| d.publish(id, temp))
+                directories.iter().zip(&temps).try_for_each(|(d, temp)| {
+                    d.publish(id, temp)?;
+                    published += 1;
+                    Ok(())
+                })
             })
             .and_then(|()| {
                 crash_point(CrashPoint::IngestRenamed);
@@ -252,6 +257,9 @@ impl Volume {
         outcome.map_err(|e| {
             for temp in &temps {
                 let _ = std::fs::remove_file(temp);
+            }
+            for directory in &directories[..published] {
+                let _ = std::fs::remove_file(directory.file(id));
             }
             match e {
                 StoreError::File { source, .. } if is_full(&source) => StoreError::NoSpace {

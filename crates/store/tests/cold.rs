@@ -185,6 +185,7 @@ fn a_deleted_document_leaves_no_object() {
     txn.delete_document("1").unwrap();
     txn.commit().unwrap();
     assert_eq!(totals(&store), (0, 1));
+    store.sweep_cold();
     assert_eq!(store.cold().unwrap().scan().unwrap(), [id(2)]);
 }
 

@@ -207,6 +207,7 @@ fn history(kind: VolumeKind, policy: PolicyKind, ops: &[Op]) {
     check(&store, dir.path(), &model);
     let totals = store.read().unwrap().totals().unwrap();
     assert_eq!((used(&store), du(dir.path())), (totals.flash_bytes, totals.flash_bytes));
+    store.sweep_cold();
     let objects = store.cold().unwrap().scan().unwrap().len() as u64;
     assert_eq!(objects, totals.cold_chunks, "objects in the cold tier");
 }

@@ -67,6 +67,10 @@ impl<K: Key> Policy<K> for Gdsf<K> {
         Some(victim)
     }
 
+    fn contains(&self, key: &K) -> bool {
+        self.entries.contains_key(key)
+    }
+
     fn len(&self) -> usize {
         self.entries.len()
     }

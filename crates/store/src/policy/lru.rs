@@ -63,6 +63,10 @@ impl<K: Key> Policy<K> for Lru<K> {
         Some(victim)
     }
 
+    fn contains(&self, key: &K) -> bool {
+        self.ticks.contains_key(key)
+    }
+
     fn len(&self) -> usize {
         self.ticks.len()
     }

@@ -46,6 +46,9 @@ pub trait Policy<K: Key>: Send {
     /// Takes out the least valuable one that may leave.
     fn evict(&mut self, may_leave: &mut dyn FnMut(&K) -> bool) -> Option<K>;
 
+    /// Whether it is resident.
+    fn contains(&self, key: &K) -> bool;
+
     /// Residents.
     fn len(&self) -> usize;
 

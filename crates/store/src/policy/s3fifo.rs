@@ -57,6 +57,25 @@ impl<K: Key> S3Fifo<K> {
         } else {
             self.main.push_back((key, self.clock));
         }
+        // Records of those that have moved on stay in the queues until they are popped, or too many.
+        if self.small.len() + self.main.len() > 2 * self.entries.len() + 64 {
+            let valid =
+                |(key, stamp): &(K, u64)| self.entries.get(key).is_some_and(|e| e.stamp == *stamp);
+            self.small.retain(valid);
+            self.main.retain(valid);
+        }
+    }
+
+    /// Where it was: at the head of its queue.
+    fn put_back(&mut self, key: K, entry: Entry) {
+        self.entries.insert(key, entry);
+        self.bytes += entry.bytes;
+        if entry.small {
+            self.small_bytes += entry.bytes;
+            self.small.push_front((key, entry.stamp));
+        } else {
+            self.main.push_front((key, entry.stamp));
+        }
     }
 
     fn take(&mut self, key: &K) -> Option<Entry> {
@@ -114,14 +133,13 @@ impl<K: Key> Policy<K> for S3Fifo<K> {
     }
 
     fn evict(&mut self, may_leave: &mut dyn FnMut(&K) -> bool) -> Option<K> {
-        // Everyone has at most three uses to lose, one move to main and one refusal.
-        for _ in 0..=(usize::from(FREQUENCY_MAX) + 2) * self.entries.len() {
+        // Those that may not leave stand aside meanwhile, so that no queue hides the other.
+        let mut refused = Vec::new();
+        let victim = loop {
             let small = self.small_bytes as f64 >= SMALL_SHARE * self.bytes as f64;
-            let next = self
-                .pop(small)
-                .map(|e| (e, small))
-                .or_else(|| self.pop(!small).map(|e| (e, !small)));
-            let ((key, entry), small) = next?;
+            let next = self.pop(small).map(|e| (e, small));
+            let next = next.or_else(|| self.pop(!small).map(|e| (e, !small)));
+            let Some(((key, entry), small)) = next else { break None };
             if small && entry.uses > 1 {
                 self.push(key, entry.bytes, 0, false);
             } else if !small && entry.uses > 0 {
@@ -130,12 +148,19 @@ impl<K: Key> Policy<K> for S3Fifo<K> {
                 if small {
                     self.remember(key);
                 }
-                return Some(key);
+                break Some(key);
             } else {
-                self.push(key, entry.bytes, entry.uses, false);
+                refused.push((key, entry));
             }
+        };
+        for (key, entry) in refused.into_iter().rev() {
+            self.put_back(key, entry);
         }
-        None
+        victim
+    }
+
+    fn contains(&self, key: &K) -> bool {
+        self.entries.contains_key(key)
     }
 
     fn len(&self) -> usize {
