@@ -26,7 +26,9 @@ fn assert_same(what: &str, a: &Reply, b: &Reply) {
 
 /// A server with documents of one, one, one and three chunks.
 async fn with_documents() -> Option<Server> {
-    let server = Server::start(&["arena.size=256MiB", "reuse.link_tokens=32"]).await?;
+    // Exact rows: reuse of one chunk is then a full prefill, bit for bit.
+    let settings = ["arena.size=256MiB", "reuse.link_tokens=32", "storage.dtype=bf16"];
+    let server = Server::start(&settings).await?;
     empty_corpus(&server).await;
     let long = text(11, 250);
     let documents = [("bell", BELL), ("ferry", FERRY), ("city", CITY), ("log", &long)];

@@ -50,6 +50,20 @@ pub enum Command {
     },
     /// Show the state of the running system
     Status,
+    /// Look at chunks, move, pin, verify and remove them
+    Chunks {
+        #[command(subcommand)]
+        command: ChunksCommand,
+    },
+    /// Export or import the KV of documents as one file
+    Store {
+        #[command(subcommand)]
+        command: StoreCommand,
+    },
+    /// Check this machine: device, io_uring, memory, limits, and what to change
+    Doctor(crate::doctor::DoctorOptions),
+    /// At which interval of re-use storing KV costs less than computing it again
+    Cost(crate::cost::CostOptions),
     /// Record a timeline of both processes
     Trace(crate::trace::TraceOptions),
     /// Fetch or list models
@@ -126,6 +140,91 @@ pub enum DocsCommand {
 }
 
 #[derive(Subcommand)]
+pub enum ChunksCommand {
+    /// List chunks
+    Ls {
+        /// Only those in flash, cold, or none
+        #[arg(long, default_value = "")]
+        tier: String,
+        /// At most so many
+        #[arg(long, default_value_t = 1000)]
+        limit: usize,
+    },
+    /// Show chunks; ids may be shortened to what makes them unique
+    Stat {
+        #[arg(required = true)]
+        ids: Vec<String>,
+    },
+    /// Read and verify every copy; heal what has a good one
+    Verify {
+        /// None: all chunks
+        ids: Vec<String>,
+    },
+    /// Keep chunks from being evicted
+    Pin {
+        #[arg(required = true)]
+        ids: Vec<String>,
+        /// For so long, e.g. 2h; until unpinned if absent
+        #[arg(long, value_name = "TIME")]
+        ttl: Option<String>,
+    },
+    /// Let pinned chunks go again
+    Unpin {
+        #[arg(required = true)]
+        ids: Vec<String>,
+    },
+    /// Move chunks to flash or cold
+    Move {
+        /// flash or cold
+        tier: String,
+        #[arg(required = true)]
+        ids: Vec<String>,
+    },
+    /// Remove chunks' bytes; they are computed again when they are asked for
+    Rm {
+        #[arg(required = true)]
+        ids: Vec<String>,
+        /// Only from flash, or cold
+        #[arg(long, default_value = "")]
+        tier: String,
+    },
+    /// Remove files that nothing refers to
+    Gc {
+        /// Empty the quarantine, too
+        #[arg(long)]
+        quarantine: bool,
+        /// Remove data of other models, prompts and tokenizers, too
+        #[arg(long)]
+        stale: bool,
+    },
+    /// Say why a chunk is or is not where one would expect it
+    Explain { id: String },
+    /// Build the index anew from the files; the system must be stopped
+    RebuildIndex {
+        /// Which store, if there are several
+        #[arg(long)]
+        fingerprint: Option<String>,
+    },
+}
+
+#[derive(Subcommand)]
+pub enum StoreCommand {
+    /// Write documents and their chunks to one file
+    Export {
+        /// The file to write; - for standard output
+        file: String,
+        /// Only these documents
+        #[arg(long)]
+        document: Vec<String>,
+    },
+    /// Take a bundle in; the system must be running
+    Import {
+        /// The file to read; - for standard input
+        file: String,
+    },
+}
+
+#[derive(Subcommand)]
 pub enum ModelCommand {
     /// Fetch a model, checked by SHA-256
     Pull {
@@ -157,6 +256,78 @@ pub enum BenchCommand {
     E2e(E2eOptions),
     /// Time to first token from a cold arena and flash, against full prefill and fio
     Cold(ColdOptions),
+    /// Cold flash to arena, per encoding, against fio on the same files
+    Load(LoadOptions),
+    /// Ratio, speed and fidelity of every encoding, on real KV
+    Codec(CodecOptions),
+    /// Hit rates of every eviction policy on synthetic and recorded traces
+    Trace(TraceBenchOptions),
+    /// Seconds until a loader with many chunks is ready
+    Start(StartOptions),
+}
+
+#[derive(clap::Args, Clone)]
+pub struct LoadOptions {
+    /// Documents to take whole chunks from
+    #[arg(long, required = true)]
+    pub corpus: Vec<String>,
+    /// Ingest only this many documents, in order of their numbers
+    #[arg(long)]
+    pub documents: Option<usize>,
+    /// Chunks loaded at once
+    #[arg(long, default_value_t = 64)]
+    pub chunks: usize,
+    /// Alternated rounds
+    #[arg(long, default_value_t = 5)]
+    pub rounds: usize,
+    /// Keep the store here instead of in a temporary directory
+    #[arg(long)]
+    pub store: Option<PathBuf>,
+}
+
+#[derive(clap::Args, Clone)]
+pub struct CodecOptions {
+    /// Documents to take whole chunks from
+    #[arg(long, required = true)]
+    pub corpus: Vec<String>,
+    /// Ingest only this many documents, in order of their numbers
+    #[arg(long)]
+    pub documents: Option<usize>,
+    /// Questions: one a line, or JSON lines with "query"
+    #[arg(long)]
+    pub questions: PathBuf,
+    /// Chunks encoded
+    #[arg(long, default_value_t = 16)]
+    pub chunks: usize,
+    /// Questions asked
+    #[arg(long, default_value_t = 20)]
+    pub count: usize,
+    /// Answer tokens compared of each
+    #[arg(long, default_value_t = 16)]
+    pub answer: usize,
+    /// Level of Zstandard
+    #[arg(long, default_value_t = 3)]
+    pub level: i32,
+    /// Keep the store here instead of in a temporary directory
+    #[arg(long)]
+    pub store: Option<PathBuf>,
+}
+
+#[derive(clap::Args, Clone)]
+pub struct TraceBenchOptions {
+    /// Recorded traces: a JSON object a line with chunk, tokens and topic
+    pub trace: Vec<PathBuf>,
+    /// Shares of the trace's tokens there is room for
+    #[arg(long, default_values_t = [0.1, 0.3])]
+    pub capacity: Vec<f64>,
+}
+
+#[derive(clap::Args, Clone)]
+pub struct StartOptions {
+    #[arg(long, default_value_t = 1_000_000)]
+    pub chunks: u64,
+    #[arg(long, default_value_t = 3)]
+    pub rounds: usize,
 }
 
 #[derive(clap::Args, Clone)]

@@ -18,40 +18,64 @@ use crate::ingest::ingest;
 use crate::out::{say, say_part};
 use crate::pair::{Pair, private};
 use crate::sources::{Source, collect};
-use crate::{demo, fio};
+use crate::{bench_store, demo, fio};
 
 pub async fn run(
     resolved: &Resolved,
     command: &BenchCommand,
     format: Format,
 ) -> anyhow::Result<ExitCode> {
-    let directory = tempfile::tempdir().context("a temporary directory")?;
+    let mut notes = Vec::new();
     let (store, name) = match command {
         BenchCommand::E2e(o) => (o.store.as_deref(), "e2e"),
         BenchCommand::Cold(o) => (o.store.as_deref(), "cold"),
+        BenchCommand::Load(o) => {
+            let figures = bench_store::load(resolved, o).await?;
+            return show(resolved, "load", &figures, &notes, format);
+        }
+        BenchCommand::Codec(o) => {
+            let figures = bench_store::codec(resolved, o, &mut notes).await?;
+            return show(resolved, "codec", &figures, &notes, format);
+        }
+        BenchCommand::Trace(o) => {
+            let figures = bench_store::trace(o, &mut notes)?;
+            return show(resolved, "trace", &figures, &notes, format);
+        }
+        BenchCommand::Start(o) => {
+            let figures = bench_store::start(resolved, o).await?;
+            return show(resolved, "start", &figures, &notes, format);
+        }
     };
+    let directory = tempfile::tempdir().context("a temporary directory")?;
     let log = [("log.level", "warn".to_owned())];
     // Beside the store, on the device that serves it; /tmp may be memory.
-    let beside = resolved.config.store_dir.parent().unwrap_or(Path::new(".")).to_owned();
-    std::fs::create_dir_all(&beside)?;
-    let temporary = tempfile::Builder::new().prefix("bench-").tempdir_in(&beside)?;
-    let store = store.unwrap_or(temporary.path());
+    let (store, _temporary) = bench_store::place(resolved, store)?;
+    let store = store.as_path();
     let resolved = private(resolved, directory.path(), store, &log)?;
     let mut pair = Pair::start(&resolved)?;
-    let mut notes = Vec::new();
     let measured = tokio::select! {
         outcome = measure(&mut pair, &resolved, command, &mut notes) => outcome,
         _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
     };
     pair.stop()?;
     let figures = measured?;
+    show(&resolved, name, &figures, &notes, format)
+}
+
+fn show(
+    resolved: &Resolved,
+    name: &str,
+    figures: &[Figure],
+    notes: &[String],
+    format: Format,
+) -> anyhow::Result<ExitCode> {
     let threads = Config::threads(resolved.config.loader_threads);
     match format {
         Format::Json => {
-            say!("{:#}", figures::report(name, threads, &figures, &notes));
+            say!("{:#}", figures::report(name, threads, figures, notes));
         }
         Format::Text => {
-            say_part!("{}", figures::text(&figures));
+            say_part!("{}", figures::text(figures));
             notes.iter().for_each(|n| say!("{n}"));
         }
     }
@@ -68,11 +92,16 @@ async fn measure(
     match command {
         BenchCommand::E2e(o) => e2e(client, o, notes).await,
         BenchCommand::Cold(o) => cold(client, o, notes).await,
+        // They need no pair that serves; `run` has answered them.
+        BenchCommand::Load(_)
+        | BenchCommand::Codec(_)
+        | BenchCommand::Trace(_)
+        | BenchCommand::Start(_) => Ok(Vec::new()),
     }
 }
 
 /// Documents by the number in their name, then by name.
-fn by_number(mut sources: Vec<Source>, limit: Option<usize>) -> Vec<Source> {
+pub fn by_number(mut sources: Vec<Source>, limit: Option<usize>) -> Vec<Source> {
     let key = |s: &Source| {
         let name = s.name("");
         let stem = Path::new(&name).file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -85,7 +114,7 @@ fn by_number(mut sources: Vec<Source>, limit: Option<usize>) -> Vec<Source> {
 }
 
 /// One a line: JSON with this field, or the line itself.
-fn lines(path: &Path, field: &str) -> anyhow::Result<Vec<String>> {
+pub fn lines(path: &Path, field: &str) -> anyhow::Result<Vec<String>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let value = |line: &str| match serde_json::from_str::<serde_json::Value>(line) {

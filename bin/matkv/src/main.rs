@@ -5,7 +5,11 @@
 mod args;
 mod ask;
 mod bench;
+mod bench_store;
+mod chunks;
+mod cost;
 mod demo;
+mod doctor;
 mod documents;
 mod figures;
 mod fio;
@@ -16,6 +20,7 @@ mod out;
 mod pair;
 mod render;
 mod sources;
+mod store;
 mod trace;
 mod up;
 
@@ -48,6 +53,10 @@ fn run(args: Args) -> anyhow::Result<ExitCode> {
         Command::Ask(options) => runtime.block_on(ask::run(config, &options, args.format)),
         Command::Docs { command } => runtime.block_on(documents::run(config, command, args.format)),
         Command::Status => runtime.block_on(documents::status(config, args.format)),
+        Command::Chunks { command } => chunks::run(&runtime, config, &command, args.format),
+        Command::Store { command } => store::run(&runtime, config, &command, args.format),
+        Command::Doctor(options) => doctor::run(&resolved, &options, args.format),
+        Command::Cost(options) => cost::run(&runtime, config, &options, args.format),
         Command::Trace(options) => runtime.block_on(trace::run(config, options)),
         Command::Demo(options) => runtime.block_on(demo::run(&resolved, &options)),
         Command::Bench { command } => {

@@ -16,4 +16,4 @@ pub const DESCRIPTORS: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/matkv_d
 /// Bytes of a part of a document; well under gRPC's message limit of 4 MiB.
 pub const PART_BYTES: usize = 1 << 20;
 
-pub use client::{Client, ConnectError, connect};
+pub use client::{AdminClient, Client, ConnectError, connect, connect_admin};

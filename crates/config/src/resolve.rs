@@ -58,14 +58,20 @@ pub struct Sources {
 pub struct Resolved {
     /// The values.
     pub config: Config,
+    file: Option<PathBuf>,
     origins: BTreeMap<&'static str, Origin>,
 }
 
 /// Variables that steer the programs themselves and are no settings.
-const OTHER_VARIABLES: [&str; 8] = [
+const OTHER_VARIABLES: [&str; 13] = [
     "MATKV_PYTHON",
     "MATKV_ISA",
     "MATKV_CRASH_FILE",
+    "MATKV_REQUIRE_S3",
+    "MATKV_CEPH_STORE",
+    "MATKV_CEPH_GIB",
+    "MATKV_S3_PORT",
+    "MATKV_TOOLS_DIR",
     "MATKV_FAULT_FILE",
     "MATKV_CONFIG",
     "MATKV_PRESET",
@@ -89,7 +95,8 @@ impl Sources {
     /// # Errors
     /// The first key or value that is wrong, with its place.
     pub fn resolve(&self) -> Result<Resolved, ConfigError> {
-        let mut resolved = Resolved { config: Config::default(), origins: BTreeMap::new() };
+        let (config, file) = (Config::default(), self.file.clone());
+        let mut resolved = Resolved { config, file, origins: BTreeMap::new() };
         let mut preset = self.preset.clone();
         let mut file_values = Vec::new();
         if let Some(path) = &self.file {
@@ -155,6 +162,11 @@ impl Resolved {
             return Err(wrong(key, value, "must not be above storage.high_watermark"));
         }
         Ok(())
+    }
+
+    /// The configuration file that is in use.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_deref()
     }
 
     /// Where a key's value came from.

@@ -6,7 +6,9 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 #![forbid(unsafe_code)]
 
+pub mod admin;
 mod arena;
+mod bundle;
 mod cache;
 mod chunk_spec;
 mod compile;
@@ -22,7 +24,10 @@ mod ingest_commit;
 mod keeper;
 mod load;
 mod load_thread;
+pub mod measure;
 mod onboard;
+pub mod offline;
+mod operator;
 mod plan;
 mod prefill;
 mod rates;
@@ -40,6 +45,9 @@ mod together;
 mod wire;
 mod world;
 
+/// Writes a bundle of documents without a running loader.
+pub use bundle::export;
+
 /// Models by name, for the command line.
 pub mod models {
     pub use matkv_model::{PULLABLE, PullProgress, pull, pulled};
@@ -47,7 +55,9 @@ pub mod models {
 
 /// Child processes, for the command line.
 pub mod process {
-    pub use matkv_sys::{die_with_parent, evict_page_cache, terminate, terminate_and_wait};
+    pub use matkv_sys::{
+        die_with_parent, evict_page_cache, free_bytes, terminate, terminate_and_wait,
+    };
 }
 
 /// The state machines of this process, without its threads: what the simulation of both processes

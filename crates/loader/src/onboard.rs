@@ -11,16 +11,17 @@ use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, TrySendError, select_biased};
 use matkv_format::{ChunkFile, Superblock};
-use matkv_store::{StoreError, Tier};
+use matkv_store::{Store, StoreError, Tier, Volume};
 use matkv_sys::{ReadDone, ReadEngine, ReadRequest, Region, SlotMut};
 use matkv_telemetry::names;
-use matkv_types::ChunkId;
+use matkv_types::{ChunkId, PAGE_BYTES};
 
+use crate::chunk_spec::ChunkSpec;
 use crate::compile::restore;
 use crate::core::Core;
 use crate::flash::Unusable;
 use crate::keeper::KeeperMessage;
-use crate::rates::Kind;
+use crate::rates::{Kind, Rates};
 use crate::world::{Found, LoadJob, Loaded};
 
 /// A load between its beginning and its end, without its slot.
@@ -30,6 +31,8 @@ struct Task {
     tokens: Arc<[u32]>,
     found: Found,
     started: Instant,
+    /// Bytes of the file that is being read.
+    len: usize,
     /// Which copy is being read.
     copy: usize,
     /// Copies that were bad.
@@ -51,9 +54,45 @@ pub(crate) struct Fetched {
     file: Result<Vec<u8>, Unusable>,
 }
 
+/// What a load needs to know.
+pub(crate) trait Shelf: Send + Sync {
+    /// Documents' chunks.
+    fn store(&self) -> &Store;
+    /// The directories a chunk's file is in.
+    fn files_of(&self, id: &ChunkId) -> &Volume;
+    /// Whether the index has the chunk.
+    fn is_indexed(&self, id: &ChunkId) -> bool;
+    /// What its file must say.
+    fn spec(&self) -> &ChunkSpec;
+    /// Where to note how long things take.
+    fn rates(&self) -> &Rates;
+}
+
+impl Shelf for Core {
+    fn store(&self) -> &Store {
+        &self.store
+    }
+
+    fn files_of(&self, id: &ChunkId) -> &Volume {
+        Core::files_of(self, id)
+    }
+
+    fn is_indexed(&self, id: &ChunkId) -> bool {
+        *id != self.self_test.id
+    }
+
+    fn spec(&self) -> &ChunkSpec {
+        &self.spec
+    }
+
+    fn rates(&self) -> &Rates {
+        &self.rates
+    }
+}
+
 /// Loads under way, and the ways into and out of the worker threads.
 pub(crate) struct Onboarding {
-    core: Arc<Core>,
+    shelf: Arc<dyn Shelf>,
     engine: Arc<dyn ReadEngine>,
     pending: Mutex<HashMap<u64, Pending>>,
     fetched: Sender<Fetched>,
@@ -70,14 +109,14 @@ pub(crate) struct OnboardInlets {
 
 impl Onboarding {
     pub fn new(
-        core: &Arc<Core>,
+        shelf: Arc<dyn Shelf>,
         engine: Arc<dyn ReadEngine>,
         fetched: Sender<Fetched>,
         loaded: Sender<Loaded>,
         keeper: Sender<KeeperMessage>,
     ) -> Self {
-        let (core, pending) = (Arc::clone(core), Mutex::default());
-        Self { core, engine, pending, fetched, loaded, keeper }
+        let pending = Mutex::default();
+        Self { shelf, engine, pending, fetched, loaded, keeper }
     }
 
     fn pending(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Pending>> {
@@ -87,8 +126,8 @@ impl Onboarding {
     /// Starts a load.
     pub fn start(&self, job: LoadJob) -> Result<(), (SlotMut, Unusable)> {
         let LoadJob { tag, id, tokens, found, target } = job;
-        let (started, copy, bad) = (Instant::now(), 0, Vec::new());
-        let task = Task { tag, id, tokens, found, started, copy, bad };
+        let (started, len, copy, bad) = (Instant::now(), 0, 0, Vec::new());
+        let task = Task { tag, id, tokens, found, started, len, copy, bad };
         let begun = match found.tier {
             Tier::Flash => self.read(task, target),
             Tier::Cold => self.fetch(task, target),
@@ -98,11 +137,15 @@ impl Onboarding {
 
     /// Reads the copy whose turn it is, or the next one that can be opened.
     fn read(&self, mut task: Task, slot: SlotMut) -> Result<(), NotStarted> {
-        let files = self.core.files_of(&task.id);
+        let files = self.shelf.files_of(&task.id);
         let opened = loop {
             let reason = match files.open_copy(&task.id, task.copy) {
-                Ok(opened) if opened.len > 0 => break opened,
-                Ok(_) => Unusable::Damaged("an empty file".into()),
+                Ok(opened) if opened.len > 0 && opened.len.is_multiple_of(PAGE_BYTES) => {
+                    break opened;
+                }
+                Ok(opened) => {
+                    Unusable::Damaged(format!("file of {} bytes, not whole pages", opened.len))
+                }
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => Unusable::Missing,
                 Err(e) => Unusable::Unreadable(e.to_string()),
             };
@@ -111,6 +154,7 @@ impl Onboarding {
             }
         };
         let tag = task.tag;
+        task.len = opened.len;
         let direct = task.found.encoding.is_arena_form() && opened.len <= slot.len();
         let (target, slot) = if direct {
             (slot, None)
@@ -127,7 +171,7 @@ impl Onboarding {
 
     fn fetch(&self, task: Task, slot: SlotMut) -> Result<(), NotStarted> {
         let (tag, id) = (task.tag, task.id);
-        let Some(cold) = self.core.store.cold() else {
+        let Some(cold) = self.shelf.store().cold() else {
             return Err((task, slot, Unusable::Missing));
         };
         self.pending().insert(tag, Pending { task, slot: Some(slot) });
@@ -162,16 +206,23 @@ impl Onboarding {
     }
 
     fn fetch_done(&self, fetched: Fetched) {
-        let Some(Pending { task, slot }) = self.pending().remove(&fetched.tag) else { return };
+        let Some(Pending { mut task, slot }) = self.pending().remove(&fetched.tag) else { return };
         let Some(mut slot) = slot else { return };
-        let outcome = fetched.file.and_then(|file| self.decode(&task, &file, &mut slot));
+        let outcome = fetched.file.and_then(|file| {
+            task.len = file.len();
+            self.decode(&task, &file, &mut slot)
+        });
         self.finish(task, slot, outcome);
     }
 
     fn verify(&self, task: &Task, file: &[u8]) -> Result<Superblock, Unusable> {
-        let expect = self.core.spec.expectation(task.id, &task.tokens);
+        let expect = self.shelf.spec().expectation(task.id, &task.tokens);
         let found =
             ChunkFile::verify(file, &expect).map_err(|e| Unusable::Damaged(e.to_string()))?;
+        if found.file_len() != task.len {
+            let (found, len) = (task.len, found.file_len());
+            return Err(Unusable::Damaged(format!("file of {found} bytes, expected {len}")));
+        }
         // The index may be older than the file: another write has replaced it.
         if found.encoding.in_arena() == task.found.encoding.in_arena() {
             return Ok(found);
@@ -191,7 +242,7 @@ impl Onboarding {
         let form = found.encoding.in_arena().dtype;
         let kv = ChunkFile::kv_range(found.shape, form, found.rows);
         restore(file, &found, &mut slot[kv]).map_err(Unusable::Damaged)?;
-        self.core.rates.measured(Kind::Decode, found.file_len() as u64, started.elapsed());
+        self.shelf.rates().measured(Kind::Decode, found.file_len() as u64, started.elapsed());
         Ok(found)
     }
 
@@ -200,7 +251,7 @@ impl Onboarding {
         if matches!(reason, Unusable::Damaged(_)) {
             self.set_aside(task, &reason);
         }
-        let copies = self.core.files_of(&task.id).copies();
+        let copies = self.shelf.files_of(&task.id).copies();
         if task.found.tier != Tier::Flash || task.copy + 1 >= copies {
             return Err(reason);
         }
@@ -216,11 +267,11 @@ impl Onboarding {
         let why = reason.to_string();
         // Before the chunk is computed, and written, again.
         let outcome = match tier {
-            _ if id == self.core.self_test.id => {
-                self.core.files_of(&id).quarantine_copy(&id, task.copy).map(|_| ())
+            _ if !self.shelf.is_indexed(&id) => {
+                self.shelf.files_of(&id).quarantine_copy(&id, task.copy).map(|_| ())
             }
-            Tier::Flash => self.core.store.quarantine(&id, task.copy, &why).map(|_| ()),
-            Tier::Cold => self.core.store.lost(&id, tier, &format!("damaged: {why}")),
+            Tier::Flash => self.shelf.store().quarantine(&id, task.copy, &why).map(|_| ()),
+            Tier::Cold => self.shelf.store().lost(&id, tier, &format!("damaged: {why}")),
         };
         if let Err(e) = outcome {
             tracing::warn!("chunk {id}: {e}");
@@ -265,7 +316,7 @@ impl Onboarding {
         let (bytes, spent) = (found.file_len() as u64, task.started.elapsed());
         let (id, tier, ms) = (task.id, task.found.tier, spent.as_secs_f32() * 1e3);
         let kind = if tier == Tier::Flash { Kind::Flash } else { Kind::Cold };
-        self.core.rates.measured(kind, bytes, spent);
+        self.shelf.rates().measured(kind, bytes, spent);
         self.tell(KeeperMessage::Loaded { id, tier, ms });
     }
 }

@@ -56,11 +56,6 @@ impl Rates {
         (rate.measurements >= 3).then(|| rate.seconds_per_unit * units as f64)
     }
 
-    /// Units a second; nothing before enough was measured.
-    pub fn per_second(&self, kind: Kind) -> Option<f64> {
-        self.seconds(kind, 1).filter(|s| *s > 0.0).map(|s| 1.0 / s)
-    }
-
     /// Whether to compute a chunk rather than load it: milliseconds of loading and of computing.
     pub fn prefer_computing(&self, kind: Kind, bytes: u64, rows: usize) -> Option<(u64, u64)> {
         let load = self.seconds(kind, bytes)?;

@@ -5,6 +5,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use matkv_actors::{Outcome, StopFlag, Watch, supervise};
+use matkv_api::v1::admin_server::AdminServer;
 use matkv_api::v1::mat_kv_server::MatKvServer;
 use matkv_config::{Config, format_duration};
 use matkv_ring::{Header, Side};
@@ -21,6 +22,7 @@ use tonic_health::server::{HealthReporter, health_reporter};
 
 use crate::error::LoaderError;
 use crate::gateway::Gateway;
+use crate::operator::Operator;
 use crate::run::{Opened, segment_name};
 use crate::self_test;
 use crate::status::{Observer, Testing, Unready};
@@ -100,7 +102,14 @@ pub(crate) async fn serve(
         fed: None,
     };
     let life = tokio::spawn(life.watch(stop.clone()));
-    let router = Server::builder().add_service(MatKvServer::new(gateway)).add_service(health);
+    let operator = Operator {
+        core: Arc::clone(&gateway.observer.core),
+        load: gateway.load.clone(),
+    };
+    let router = Server::builder()
+        .add_service(MatKvServer::new(gateway))
+        .add_service(AdminServer::new(operator))
+        .add_service(health);
     let router = with_reflection(router)?;
     let mut serving = tokio::task::JoinSet::new();
     let incoming = UnixListenerStream::new(listeners.unix);

@@ -41,6 +41,13 @@ impl Breaker {
         state.closed_again.filter(|at| now < *at).map(|_| state.reason.clone())
     }
 
+    /// What has gone wrong since it last worked, if that was enough to open it: also while it is
+    /// being tried again.
+    pub fn trouble(&self) -> Option<String> {
+        let state = self.state();
+        (!state.pause.is_zero()).then(|| state.reason.clone())
+    }
+
     /// It worked.
     pub fn succeeded(&self) {
         *self.state() = State::default();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use matkv_format::Superblock;
 use matkv_types::{ChunkId, Fingerprint, PAGE_BYTES};
-use object_store::aws::{AmazonS3Builder, S3ConditionalPut};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, S3ConditionalPut};
 use object_store::local::LocalFileSystem;
 use object_store::memory::InMemory;
 use object_store::path::Path;
@@ -123,7 +123,9 @@ impl ColdTier {
                 Ok(value)
             }
             // An answer, though not the wished one.
-            Ok(Err(object_store::Error::NotFound { .. })) => {
+            Ok(Err(object_store::Error::NotFound { ref source, .. }))
+                if !source.to_string().contains("NoSuchBucket") =>
+            {
                 self.breaker.succeeded();
                 Err(StoreError::ColdMissing)
             }
@@ -224,7 +226,13 @@ impl ColdTier {
         let object = self.object(id);
         let size = match self.run("read", self.objects.head(&object)) {
             Ok(meta) => meta.size,
-            Err(StoreError::ColdMissing) => return Ok(()),
+            // Only an answer with a body tells a missing chunk from a missing bucket.
+            Err(StoreError::ColdMissing) => {
+                return match self.run("read", self.objects.get(&object)) {
+                    Ok(_) | Err(StoreError::ColdMissing) => Ok(()),
+                    Err(e) => Err(e),
+                };
+            }
             Err(e) => return Err(e),
         };
         // A range must not be longer than what is there.
@@ -309,7 +317,7 @@ fn connect(options: &ColdOptions) -> Result<(Arc<dyn ObjectStore>, Path)> {
     let (bucket, prefix) = rest.split_once('/').unwrap_or((rest, ""));
     let retry =
         RetryConfig { max_retries: 2, retry_timeout: options.deadline, ..RetryConfig::default() };
-    let client = ClientOptions::new()
+    let mut client = ClientOptions::new()
         .with_connect_timeout(Duration::from_secs(2))
         .with_timeout(options.deadline);
     let mut builder = AmazonS3Builder::from_env()
@@ -318,7 +326,13 @@ fn connect(options: &ColdOptions) -> Result<(Arc<dyn ObjectStore>, Path)> {
         .with_retry(retry);
     if let Some(endpoint) = &options.endpoint {
         let plain = endpoint.starts_with("http://");
-        builder = builder.with_endpoint(endpoint).with_allow_http(plain);
+        client = client.with_allow_http(plain);
+        // Otherwise Amazon's metadata service would be asked for some.
+        if builder.get_config_value(&AmazonS3ConfigKey::AccessKeyId).is_none() {
+            let keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY";
+            return Err(cold_error("open", format!("there are no keys: set {keys}")));
+        }
+        builder = builder.with_endpoint(endpoint);
     }
     let s3 = builder.with_client_options(client).build().map_err(|e| cold_error("open", e))?;
     Ok((Arc::new(s3), Path::from(prefix)))

@@ -6,7 +6,7 @@
 //! readable or will be found out.
 
 use std::sync::{MutexGuard, PoisonError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use matkv_format::{ChunkFile, Superblock};
 use matkv_sys::{Region, SlotMut};
@@ -685,7 +685,7 @@ impl Store {
     /// Why chunks are not stored just now; nothing if they are.
     pub fn degraded(&self) -> Option<String> {
         let cold = self.cold.as_ref().and_then(|c| {
-            c.breaker().reason(Instant::now()).map(|r| format!("cold tier {}: {r}", c.url()))
+            c.breaker().trouble().map(|r| format!("cold tier {}: {r}", c.url()))
         });
         self.space.degraded().or(cold)
     }

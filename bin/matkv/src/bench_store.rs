@@ -1,0 +1,315 @@
+//! `matkv bench load|codec|trace|start`: parts of the store, with the code that serves.
+
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+use anyhow::{Context, anyhow, ensure};
+use matkv_config::{Config, Resolved};
+use matkv_loader_core::measure::{codec, load, policies};
+use matkv_loader_core::offline::{self, Store};
+use matkv_types::{Codec, Encoding, KvDtype};
+
+use crate::args::{CodecOptions, LoadOptions, StartOptions, TraceBenchOptions};
+use crate::bench::by_number;
+use crate::figures::Figure;
+use crate::fio;
+use crate::ingest::ingest;
+use crate::out::say;
+use crate::pair::{Pair, private};
+use crate::render::table;
+use crate::sources::collect;
+
+fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
+    result.map_err(|e| anyhow!("{e}"))
+}
+
+/// A configuration of its own under `dir`, with exact rows.
+fn exact(resolved: &Resolved, dir: &Path, store: &Path) -> anyhow::Result<Resolved> {
+    let settings = [
+        ("log.level", "warn".to_owned()),
+        ("storage.dtype", "bf16".to_owned()),
+        ("storage.codec", "none".to_owned()),
+        ("storage.type", "single".to_owned()),
+        ("storage.dirs", String::new()),
+        ("cold.url", String::new()),
+    ];
+    private(resolved, dir, store, &settings)
+}
+
+/// Ingests whole chunks of a corpus with exact rows, unless they are there, and opens the store.
+async fn corpus(
+    resolved: &Resolved,
+    corpus: &[String],
+    documents: Option<usize>,
+    store: &Path,
+) -> anyhow::Result<Store> {
+    let runtime = tempfile::tempdir()?;
+    let resolved = exact(resolved, runtime.path(), store)?;
+    let mut pair = Pair::start(&resolved)?;
+    let worked = async {
+        let client = pair.ready(&resolved.config).await?;
+        let (found, skipped) = collect(corpus)?;
+        ensure!(skipped.is_empty(), "{}: {}", skipped[0].name, skipped[0].reason);
+        let sources = by_number(found, documents);
+        ensure!(!sources.is_empty(), "no documents in {corpus:?}");
+        let (_, failed) = ingest(client.clone(), sources, "stdin", true).await?;
+        ensure!(failed.is_empty(), "{}: {}", failed[0].name, failed[0].reason);
+        Ok(())
+    }
+    .await;
+    pair.stop()?;
+    worked?;
+    Ok(offline::open(&resolved.config, None)?)
+}
+
+/// A directory for the store: the one asked for, or a temporary one on the configured device.
+pub fn place(resolved: &Resolved, asked: Option<&Path>) -> anyhow::Result<(PathBuf, Option<tempfile::TempDir>)> {
+    if let Some(dir) = asked {
+        return Ok((dir.to_owned(), None));
+    }
+    let beside = resolved.config.store_dir.parent().unwrap_or(Path::new(".")).to_owned();
+    std::fs::create_dir_all(&beside)?;
+    let temporary = tempfile::Builder::new().prefix("bench-").tempdir_in(&beside)?;
+    Ok((temporary.path().to_owned(), Some(temporary)))
+}
+
+/// Cold flash to arena, per encoding, against fio on the same files in the same run.
+pub async fn load(resolved: &Resolved, o: &LoadOptions) -> anyhow::Result<Vec<Figure>> {
+    ensure!(fio::is_installed(), "fio is not installed; `apt-get install fio`");
+    let (dir, _temporary) = place(resolved, o.store.as_deref())?;
+    let store = corpus(resolved, &o.corpus, o.documents, &dir).await?;
+    let encodings = [
+        ("none", Encoding::EXACT),
+        ("int8", Encoding::new(KvDtype::Int8, Codec::None)),
+        ("lz4", Encoding::new(KvDtype::Bf16, Codec::SplitLz4)),
+        ("zstd", Encoding::new(KvDtype::Bf16, Codec::SplitZstd)),
+    ];
+    let work = tempfile::Builder::new().prefix("load-").tempdir_in(&dir)?;
+    let mut benches = Vec::new();
+    for (name, encoding) in encodings {
+        let sub = work.path().join(name);
+        let bench = load::Bench::prepare(&store, &sub, Vec::new(), encoding, (o.chunks, 1024));
+        benches.push((name, own(bench)?));
+    }
+    let threads = Config::threads(resolved.config.io_threads);
+    let options = engine(&resolved.config);
+    let mut figures = Vec::new();
+    for (label, count) in [("4x1024_", 4), ("", o.chunks)] {
+        let mut samples: Vec<[Vec<f64>; 3]> = vec![Default::default(); benches.len()];
+        for round in 0..=o.rounds {
+            for ((_, bench), samples) in benches.iter().zip(&mut samples) {
+                let files = bench.files(count);
+                for file in &files {
+                    matkv_loader_core::process::evict_page_cache(file)?;
+                }
+                let rate = fio::best_read_rate(&files)?;
+                let spent = own(bench.load(count, options, threads, None))?;
+                let decode = own(bench.decode(count, threads))?;
+                if round > 0 {
+                    let bytes = bench.stored_bytes(count) as f64;
+                    let bound = (bytes / rate).max(decode);
+                    samples[0].push(bytes / spent / 1e9);
+                    samples[1].push(bytes / spent / rate);
+                    samples[2].push(bound / spent);
+                }
+            }
+        }
+        for ((name, _), s) in benches.iter().zip(&samples) {
+            let rate = format!("load_{label}{name}");
+            figures.push(Figure::median(rate, &s[0], "GB/s"));
+            match *name {
+                "none" | "int8" => {
+                    let figure = format!("load_{label}{name}_over_fio");
+                    figures.push(Figure::median(figure, &s[1], "ratio"));
+                }
+                _ => {
+                    let figure = format!("load_{label}{name}_over_bound");
+                    figures.push(Figure::median(figure, &s[2], "ratio"));
+                }
+            }
+        }
+    }
+    figures.push(own(stripe(&store, work.path(), threads, options))?);
+    Ok(figures)
+}
+
+/// One, and two devices of a tenth of a GB/s each, as slow ones are made of this one.
+fn stripe(
+    store: &Store,
+    dir: &Path,
+    threads: usize,
+    options: load::EngineOptions,
+) -> Result<Figure, String> {
+    const RATE: u64 = 100 << 20;
+    let int8 = Encoding::new(KvDtype::Int8, Codec::None);
+    let one = load::Bench::prepare(store, &dir.join("one"), Vec::new(), int8, (8, 1024))?;
+    let two = [dir.join("a"), dir.join("b")].to_vec();
+    let two = load::Bench::prepare(store, &dir.join("two"), two, int8, (8, 1024))?;
+    let mut ratios = Vec::new();
+    for _ in 0..3 {
+        let single = one.load(8, options, threads, Some(RATE))?;
+        ratios.push(single / two.load(8, options, threads, Some(RATE))?);
+    }
+    Ok(Figure::median("stripe2_over_single_throttled", &ratios, "ratio"))
+}
+
+fn engine(config: &Config) -> load::EngineOptions {
+    offline::engine_options(config)
+}
+
+/// Ratio, speed and fidelity of every encoding, on real KV.
+pub async fn codec(
+    resolved: &Resolved,
+    o: &CodecOptions,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Vec<Figure>> {
+    let (dir, _temporary) = place(resolved, o.store.as_deref())?;
+    let store = corpus(resolved, &o.corpus, o.documents, &dir).await?;
+    let chunks = own(codec::exact(&store, o.chunks, 1024))?;
+    let mut costs = Vec::new();
+    for dtype in KvDtype::AT_REST {
+        for codec in Codec::ALL {
+            let split = matches!(codec, Codec::SplitLz4 | Codec::SplitZstd);
+            if split && dtype.bits() != 16 {
+                continue;
+            }
+            let to = Encoding::new(dtype, codec);
+            costs.push(own(codec::cost(&store, &chunks, to, o.level))?);
+        }
+    }
+    let (model, prefix) = offline::model(&resolved.config)?;
+    let questions = text_questions(&o.questions, o.count)?;
+    let rests: anyhow::Result<Vec<Vec<u32>>> =
+        questions.iter().map(|q| Ok(offline::rest(&model, q)?)).collect();
+    let rests = rests?;
+    let asked: Vec<codec::Question<'_>> = rests
+        .iter()
+        .enumerate()
+        .map(|(i, rest)| codec::Question {
+            chunks: (0..4).map(|k| (i * 3 + k * 5) % chunks.len()).collect(),
+            rest,
+        })
+        .collect();
+    let dtypes = KvDtype::AT_REST;
+    let fidelity =
+        own(codec::fidelity(&store, &model, &prefix, &chunks, &asked, &dtypes, o.answer))?;
+    let rows: Vec<Vec<String>> = costs
+        .iter()
+        .map(|c| {
+            let i = dtypes.iter().position(|d| *d == c.encoding.dtype).unwrap_or(0);
+            let f = &fidelity[i];
+            vec![
+                c.encoding.to_string(),
+                format!("{:.2}", c.ratio),
+                format!("{:.2}", c.encode / 1e9),
+                format!("{:.2}", c.decode / 1e9),
+                format!("{:.5} ± {:.5}", f.kl, f.kl_interval),
+                format!("{:.3}", f.top1),
+            ]
+        })
+        .collect();
+    let head = ["encoding", "ratio", "encode GB/s", "decode GB/s", "KL", "top-1"];
+    notes.push(table(&head, &rows));
+    notes.push(format!(
+        "{} chunks of 1,024 tokens, {} questions over 4 of them, {} answer tokens; one thread; \
+         ratio against fp16",
+        chunks.len(),
+        asked.len(),
+        fidelity.first().map_or(0, |f| f.tokens)
+    ));
+    let mut figures = Vec::new();
+    for (dtype, f) in dtypes.iter().zip(&fidelity) {
+        let interval = (f.kl - f.kl_interval, f.kl + f.kl_interval);
+        let (low, high) = interval;
+        figures.push(Figure {
+            name: format!("kl_{dtype}"),
+            value: f.kl,
+            unit: "nats/token",
+            low,
+            high,
+        });
+        figures.push(Figure::exact(format!("top1_{dtype}"), f.top1, "share"));
+    }
+    for c in &costs {
+        figures.push(Figure::exact(format!("ratio_{}", c.encoding), c.ratio, "ratio"));
+    }
+    let cold = Encoding::new(KvDtype::Int4, Codec::Zstd);
+    let ratio = costs.iter().find(|c| c.encoding == cold).map_or(0.0, |c| c.ratio);
+    figures.push(Figure::exact("cold_ratio_over_fp16", ratio, "ratio"));
+    Ok(figures)
+}
+
+fn text_questions(path: &Path, count: usize) -> anyhow::Result<Vec<String>> {
+    let all = crate::bench::lines(path, "query")?;
+    ensure!(!all.is_empty(), "{} has no questions", path.display());
+    Ok(all.into_iter().take(count).collect())
+}
+
+/// Hit rate by tokens of every policy on every trace.
+pub fn trace(o: &TraceBenchOptions, notes: &mut Vec<String>) -> anyhow::Result<Vec<Figure>> {
+    let mut traces = policies::synthetic();
+    for path in &o.trace {
+        let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        traces.push(own(policies::recorded(&name, &text))?);
+    }
+    let kinds = policies::PolicyKind::ALL;
+    let mut figures = Vec::new();
+    for capacity in &o.capacity {
+        let mut rows = Vec::new();
+        for trace in &traces {
+            let mut row = vec![trace.name.clone()];
+            for kind in kinds {
+                let rate = policies::hit_rate(trace, kind, *capacity);
+                row.push(format!("{rate:.3}"));
+                let name = format!("hits_{}_{}_{capacity}", trace.name, kind.as_str());
+                figures.push(Figure::exact(name, rate, "share"));
+            }
+            rows.push(row);
+        }
+        let head: Vec<&str> =
+            std::iter::once("trace").chain(kinds.iter().map(|k| k.as_str())).collect();
+        notes.push(format!("hit rate by tokens, room for {:.0} %", capacity * 100.0));
+        notes.push(table(&head, &rows));
+    }
+    Ok(figures)
+}
+
+/// Seconds until a loader with so many chunks is ready, and with none.
+pub async fn start(resolved: &Resolved, o: &StartOptions) -> anyhow::Result<Vec<Figure>> {
+    let (dir, _temporary) = place(resolved, None)?;
+    let runtime = tempfile::tempdir()?;
+    let resolved = exact(resolved, runtime.path(), &dir)?;
+    let once = async |resolved: &Resolved| -> anyhow::Result<f64> {
+        let started = Instant::now();
+        let mut pair = Pair::start(resolved)?;
+        let ready = pair.ready(&resolved.config).await.map(|_| started.elapsed().as_secs_f64());
+        pair.stop()?;
+        ready
+    };
+    once(&resolved).await?;
+    let mut empty = Vec::new();
+    for _ in 0..o.rounds {
+        empty.push(once(&resolved).await?);
+    }
+    let store = offline::open(&resolved.config, None)?;
+    let filled = Instant::now();
+    own(offline::fill_index(&store, o.chunks))?;
+    say!("{} chunks indexed in {:.0} s", o.chunks, filled.elapsed().as_secs_f64());
+    let opened = Instant::now();
+    drop(store);
+    let store = offline::open(&resolved.config, None)?;
+    let open = opened.elapsed().as_secs_f64();
+    drop(store);
+    let mut full = Vec::new();
+    for _ in 0..o.rounds {
+        full.push(once(&resolved).await?);
+    }
+    Ok(vec![
+        Figure::exact("start_chunks", o.chunks as f64, "chunks"),
+        Figure::exact("start_open_store_s", open, "s"),
+        Figure::median("start_empty_s", &empty, "s"),
+        Figure::median("start_1m_chunks_s", &full, "s"),
+    ])
+}

@@ -1,0 +1,283 @@
+//! What each encoding costs: bytes, time, and how far answers move.
+//!
+//! Fidelity is measured against bf16 rows, teacher-forced: the answer over exact rows is decoded
+//! greedily, and every encoding is asked for the distribution of each of its tokens. Chunks are
+//! used as they are in production, all but the first with link tokens recomputed.
+
+use std::time::Instant;
+
+use matkv_format::{ChunkFile, Superblock};
+use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
+use matkv_store::{Store, Tier};
+use matkv_types::{ChunkId, Codec, Encoding, KvDtype, KvLayout, Mode};
+
+use crate::compile::restore;
+use crate::plan::{Plan, PlannedSource};
+
+fn text(e: impl std::fmt::Display) -> String {
+    e.to_string()
+}
+
+/// A bf16 chunk file.
+pub struct Exact {
+    id: ChunkId,
+    tokens: Vec<u32>,
+    file: Vec<u8>,
+    found: Superblock,
+}
+
+/// Reads chunks of at least `rows` rows.
+///
+/// # Errors
+/// If there are too few, or their rows are not bf16.
+pub fn exact(store: &Store, count: usize, rows: usize) -> Result<Vec<Exact>, String> {
+    let mut out = Vec::new();
+    let all = store.read().and_then(|r| r.chunks_after(None, usize::MAX)).map_err(text)?;
+    for (id, record) in all {
+        if out.len() == count || (record.rows as usize) < rows || record.flash.is_none() {
+            continue;
+        }
+        let (bytes, found) = store.read_verified(&id, Tier::Flash, 0).map_err(text)?;
+        if found.encoding != Encoding::EXACT {
+            return Err(format!("chunk {id} is {}, not bf16+none", found.encoding));
+        }
+        let tokens = found.tokens(&bytes).map_err(text)?;
+        out.push(Exact { id, tokens, file: bytes[..found.file_len()].to_vec(), found });
+    }
+    if out.len() < count {
+        return Err(format!("{count} chunks of {rows} rows are needed, there are {}", out.len()));
+    }
+    Ok(out)
+}
+
+/// One row of the table.
+#[derive(Clone, Debug)]
+pub struct Cost {
+    /// Which encoding.
+    pub encoding: Encoding,
+    /// Bytes of fp16 rows over stored bytes.
+    pub ratio: f64,
+    /// Bytes of bf16 rows encoded a second, by one thread.
+    pub encode: f64,
+    /// Bytes of arena rows restored a second, by one thread.
+    pub decode: f64,
+}
+
+/// Encodes and restores every chunk.
+///
+/// # Errors
+/// If a codec fails.
+pub fn cost(store: &Store, chunks: &[Exact], to: Encoding, level: i32) -> Result<Cost, String> {
+    let (mut stored, mut wide) = (0usize, 0usize);
+    let (mut encoding, mut decoding, mut restored) = (0.0, 0.0, 0usize);
+    for chunk in chunks {
+        let expect = store.identity().expectation(chunk.id, &chunk.tokens);
+        let started = Instant::now();
+        let file = ChunkFile::transcode(&chunk.file, &chunk.found, &expect, to, level);
+        encoding += started.elapsed().as_secs_f64();
+        let file = file.map_err(text)?;
+        let found = Superblock::decode(&file).map_err(text)?;
+        let kv = KvLayout::new(found.shape, to.dtype.in_arena(), found.rows);
+        let mut out = vec![1u8; kv.total_bytes()];
+        let started = Instant::now();
+        restore(&file, &found, &mut out)?;
+        decoding += started.elapsed().as_secs_f64();
+        stored += file.len();
+        restored += out.len();
+        wide += KvLayout::new(found.shape, KvDtype::Bf16, found.rows).total_bytes();
+    }
+    Ok(Cost {
+        encoding: to,
+        ratio: wide as f64 / stored as f64,
+        encode: wide as f64 / encoding,
+        decode: restored as f64 / decoding,
+    })
+}
+
+/// How far answers move.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Fidelity {
+    /// Mean KL divergence per token from the distribution over exact rows, in nats.
+    pub kl: f64,
+    /// Half the width of its 95 % confidence interval.
+    pub kl_interval: f64,
+    /// Share of tokens that are the most probable one under both.
+    pub top1: f64,
+    /// Tokens compared.
+    pub tokens: usize,
+}
+
+/// Rows in the arena's form, with the layout attention reads them by.
+struct Rows {
+    bytes: Vec<u8>,
+    layout: KvLayout,
+}
+
+fn rows_of(store: &Store, chunk: &Exact, dtype: KvDtype) -> Result<Rows, String> {
+    let expect = store.identity().expectation(chunk.id, &chunk.tokens);
+    let to = Encoding::new(dtype, Codec::None);
+    let file = ChunkFile::transcode(&chunk.file, &chunk.found, &expect, to, 1).map_err(text)?;
+    let found = Superblock::decode(&file).map_err(text)?;
+    let layout = KvLayout::new(found.shape, dtype.in_arena(), found.rows);
+    let mut bytes = vec![0u8; layout.total_bytes()];
+    restore(&file, &found, &mut bytes)?;
+    Ok(Rows { bytes, layout })
+}
+
+/// A question over some chunks.
+pub struct Question<'a> {
+    /// Their numbers.
+    pub chunks: Vec<usize>,
+    /// Tokens after them.
+    pub rest: &'a [u32],
+}
+
+/// Compares row types on questions. Returns one result a type, in their order.
+///
+/// # Errors
+/// If rows cannot be encoded.
+pub fn fidelity(
+    store: &Store,
+    model: &LanguageModel,
+    prefix: &[u32],
+    chunks: &[Exact],
+    questions: &[Question<'_>],
+    dtypes: &[KvDtype],
+    answer: usize,
+) -> Result<Vec<Fidelity>, String> {
+    let prefix_rows = compile_prefix(model, prefix);
+    let mut samples: Vec<Vec<f64>> = vec![Vec::new(); dtypes.len()];
+    let mut same = vec![0usize; dtypes.len()];
+    for question in questions {
+        let tokens: Vec<&[u32]> =
+            question.chunks.iter().map(|&i| chunks[i].tokens.as_slice()).collect();
+        let plan = Plan::new(Mode::Linked(32), prefix, &tokens, question.rest, answer);
+        let rows = |dtype: KvDtype| -> Result<Vec<Rows>, String> {
+            question.chunks.iter().map(|&i| rows_of(store, &chunks[i], dtype)).collect()
+        };
+        let exact = rows(KvDtype::Bf16)?;
+        let (forced, reference) = decode(model, &plan, &prefix_rows, &exact, answer, None);
+        for (i, dtype) in dtypes.iter().enumerate() {
+            let (_, got) = decode(model, &plan, &prefix_rows, &rows(*dtype)?, answer, Some(&forced));
+            for (want, got) in reference.iter().zip(&got) {
+                samples[i].push(divergence(want, got));
+                same[i] += usize::from(best(want) == best(got));
+            }
+        }
+    }
+    Ok(samples
+        .iter()
+        .zip(same)
+        .map(|(kl, same)| {
+            let n = kl.len().max(1) as f64;
+            let mean = kl.iter().sum::<f64>() / n;
+            let variance = kl.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
+            Fidelity {
+                kl: mean,
+                kl_interval: 1.96 * (variance / n).sqrt(),
+                top1: same as f64 / n,
+                tokens: kl.len(),
+            }
+        })
+        .collect())
+}
+
+fn best(logits: &[f32]) -> usize {
+    let top = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
+    top.map_or(0, |(i, _)| i)
+}
+
+/// `KL(p ‖ q)` of two distributions given as logits, in nats.
+fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let log_sum = |x: &[f32]| {
+        let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        f64::from(top) + x.iter().map(|v| f64::from(*v - top).exp()).sum::<f64>().ln()
+    };
+    let (zp, zq) = (log_sum(p), log_sum(q));
+    let term = |(a, b): (&f32, &f32)| {
+        let log_p = f64::from(*a) - zp;
+        log_p.exp() * (log_p - (f64::from(*b) - zq))
+    };
+    p.iter().zip(q).map(term).sum::<f64>().max(0.0)
+}
+
+fn compile_prefix(model: &LanguageModel, prefix: &[u32]) -> Rows {
+    let layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, prefix.len());
+    let mut bytes = vec![0u8; layout.total_bytes()];
+    let rows: Vec<ForwardRow> = prefix
+        .iter()
+        .enumerate()
+        .map(|(i, &token)| ForwardRow { token, position: i, row: i })
+        .collect();
+    let own = Segment {
+        source: Source::Own,
+        first_row: 0,
+        rows: prefix.len(),
+        position: 0,
+        shift: 0,
+    };
+    let segments = [own];
+    let step = Step {
+        rows: &rows,
+        segments: &segments,
+        own: &mut bytes,
+        own_layout: layout,
+        logits: false,
+    };
+    model.forward(&mut [step]);
+    Rows { bytes, layout }
+}
+
+/// The answer, greedy or forced, and the logits of each of its tokens.
+fn decode(
+    model: &LanguageModel,
+    plan: &Plan,
+    prefix: &Rows,
+    chunks: &[Rows],
+    answer: usize,
+    forced: Option<&[u32]>,
+) -> (Vec<u32>, Vec<Vec<f32>>) {
+    let mut segments: Vec<Segment<'_>> = plan
+        .segments
+        .iter()
+        .map(|s| Segment {
+            source: match s.source {
+                PlannedSource::Prefix => Source::Slot(&prefix.bytes, prefix.layout),
+                PlannedSource::Chunk(i) => Source::Slot(&chunks[i].bytes, chunks[i].layout),
+                PlannedSource::Own => Source::Own,
+            },
+            first_row: s.first_row,
+            rows: s.rows,
+            position: s.position,
+            shift: s.shift,
+        })
+        .collect();
+    let layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, plan.own_rows);
+    let mut own = vec![0u8; layout.total_bytes()];
+    let (mut tokens, mut all) = (Vec::new(), Vec::new());
+    let mut rows = plan.rows.clone();
+    let last = segments.len() - 1;
+    let (mut row, mut position) =
+        (segments[last].first_row + segments[last].rows, plan.position);
+    while tokens.len() < answer {
+        let step = Step {
+            rows: &rows,
+            segments: &segments,
+            own: &mut own,
+            own_layout: layout,
+            logits: true,
+        };
+        let Some(logits) = model.forward(&mut [step]).pop() else { break };
+        let token = match forced {
+            Some(f) if tokens.len() == f.len() => break,
+            Some(f) => f[tokens.len()],
+            None => best(&logits) as u32,
+        };
+        all.push(logits);
+        tokens.push(token);
+        rows = vec![ForwardRow { token, position, row }];
+        segments[last].rows += 1;
+        (row, position) = (row + 1, position + 1);
+    }
+    (tokens, all)
+}

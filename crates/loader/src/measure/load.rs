@@ -1,0 +1,355 @@
+//! From a cold device into the arena, through the code that serves: store, engine, verification,
+//! decoding. Only the model is not there.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, bounded};
+use matkv_format::{ChunkFile, Superblock};
+use matkv_store::{
+    DocumentRecord, NewChunk, Store, StoreOptions, Tier, Volume, VolumeKind, page_aligned,
+};
+pub use matkv_sys::EngineOptions;
+use matkv_sys::{
+    REQUESTS_MAX, ReadDone, ReadEngine, ReadRequest, Segment, SlotMut, evict_page_cache,
+    open_engine,
+};
+use matkv_types::{ChunkId, ContentId, Encoding, KvLayout};
+
+use crate::chunk_spec::ChunkSpec;
+use crate::compile::restore;
+use crate::keeper::NOTES_MAX;
+use crate::onboard::{self, OnboardInlets, Onboarding, Shelf};
+use crate::rates::Rates;
+use crate::world::{Found, LoadJob, Loaded};
+
+fn text(e: impl std::fmt::Display) -> String {
+    e.to_string()
+}
+
+/// A chunk as the benchmark has it.
+#[derive(Clone)]
+pub struct Sample {
+    /// Its id.
+    pub id: ChunkId,
+    /// Its tokens.
+    pub tokens: Arc<[u32]>,
+}
+
+/// A store of its own with the chunks of another, in one encoding.
+pub struct Bench {
+    shelf: Arc<BenchShelf>,
+    samples: Vec<Sample>,
+    encoding: Encoding,
+}
+
+struct BenchShelf {
+    store: Store,
+    spec: ChunkSpec,
+    rates: Rates,
+}
+
+impl Shelf for BenchShelf {
+    fn store(&self) -> &Store {
+        &self.store
+    }
+
+    fn files_of(&self, _id: &ChunkId) -> &Volume {
+        self.store.files()
+    }
+
+    fn is_indexed(&self, _id: &ChunkId) -> bool {
+        true
+    }
+
+    fn spec(&self) -> &ChunkSpec {
+        &self.spec
+    }
+
+    fn rates(&self) -> &Rates {
+        &self.rates
+    }
+}
+
+impl Bench {
+    /// Copies up to `count` chunks of at least `rows` rows from a store into one in `dir`.
+    ///
+    /// # Errors
+    /// If there are too few, or they cannot be read or written.
+    pub fn prepare(
+        from: &Store,
+        dir: &Path,
+        directories: Vec<PathBuf>,
+        encoding: Encoding,
+        (count, rows): (usize, usize),
+    ) -> Result<Self, String> {
+        let kind = if directories.len() > 1 { VolumeKind::Stripe } else { VolumeKind::Single };
+        let options = StoreOptions {
+            directories,
+            kind,
+            flash: matkv_store::TierOptions { encoding, level: 3, capacity: None },
+            ..StoreOptions::new(dir.to_owned())
+        };
+        let identity = from.identity().clone();
+        let spec = ChunkSpec {
+            fingerprint: identity.fingerprint,
+            shape: identity.shape,
+            encoding,
+            level: 3,
+            base_position: identity.base_position,
+        };
+        let store = Store::open(options, identity).map_err(text)?;
+        let mut samples = Vec::new();
+        let all = from.read().and_then(|r| r.chunks_after(None, usize::MAX)).map_err(text)?;
+        for (id, record) in all {
+            if samples.len() == count {
+                break;
+            }
+            if (record.rows as usize) < rows || record.flash.is_none() {
+                continue;
+            }
+            let (bytes, found) = from.read_verified(&id, Tier::Flash, 0).map_err(text)?;
+            let tokens = found.tokens(&bytes).map_err(text)?;
+            let expect = spec.expectation(id, &tokens);
+            let file =
+                ChunkFile::transcode(&bytes, &found, &expect, encoding, 3).map_err(text)?;
+            add(&store, id, &tokens, &file)?;
+            samples.push(Sample { id, tokens: tokens.into() });
+        }
+        if samples.len() < count {
+            return Err(format!(
+                "{} chunks of {rows} rows are needed, there are {}; ingest more documents",
+                count,
+                samples.len()
+            ));
+        }
+        let shelf = Arc::new(BenchShelf { store, spec, rates: Rates::default() });
+        Ok(Self { shelf, samples, encoding })
+    }
+
+    /// Every file of the first `count` chunks.
+    pub fn files(&self, count: usize) -> Vec<PathBuf> {
+        let files = self.shelf.store.files();
+        let paths = |s: &Sample| files.paths(&s.id).collect::<Vec<_>>();
+        self.samples[..count].iter().flat_map(paths).collect()
+    }
+
+    /// Bytes of the files of the first `count` chunks.
+    pub fn stored_bytes(&self, count: usize) -> u64 {
+        let files = self.shelf.store.files();
+        self.samples[..count].iter().map(|s| files.physical_bytes(&s.id)).sum()
+    }
+
+    /// How the chunks are written.
+    pub fn encoding(&self) -> Encoding {
+        self.encoding
+    }
+
+    /// Seconds of bringing the first `count` chunks from a cold device into an arena. `slow` may
+    /// wrap the engine.
+    ///
+    /// # Errors
+    /// If a load fails.
+    pub fn load(
+        &self,
+        count: usize,
+        options: EngineOptions,
+        threads: usize,
+        slow: Option<u64>,
+    ) -> Result<f64, String> {
+        for file in self.files(count) {
+            evict_page_cache(&file).map_err(text)?;
+        }
+        let form = self.encoding.in_arena().dtype;
+        let slot = |s: &Sample| {
+            self.shelf.spec.slot_len(s.tokens.len(), form).next_multiple_of(4096)
+        };
+        let samples = &self.samples[..count];
+        let bytes: usize = samples.iter().map(slot).sum();
+        let segment =
+            Segment::create(&format!("matkv-bench-{}", std::process::id()), bytes).map_err(text)?;
+        let (reads, read) = bounded(REQUESTS_MAX);
+        let (fetched, fetch) = bounded(1);
+        let (loaded, outcomes) = bounded(REQUESTS_MAX);
+        let (keeper, _notes) = bounded(NOTES_MAX);
+        let (engine, _) = open_engine(options, segment.region(), reads.clone()).map_err(text)?;
+        let engine: Arc<dyn ReadEngine> = match slow {
+            Some(rate) => Arc::new(Throttled::new(rate, reads)),
+            None => {
+                drop(reads);
+                engine
+            }
+        };
+        let shelf: Arc<dyn Shelf> = Arc::clone(&self.shelf) as _;
+        let onboarding = Onboarding::new(shelf, engine, fetched, loaded, keeper);
+        let inlets = OnboardInlets { reads: read, fetched: fetch };
+        let (stop, stopped) = bounded::<()>(0);
+        let spent = std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| onboard::run(&onboarding, &inlets, &stopped));
+            }
+            let spent = self.run(&onboarding, &segment, &outcomes, samples, slot);
+            drop(stop);
+            spent
+        });
+        spent.map(|t| t.as_secs_f64())
+    }
+
+    fn run(
+        &self,
+        onboarding: &Onboarding,
+        segment: &Segment,
+        outcomes: &Receiver<Loaded>,
+        samples: &[Sample],
+        slot: impl Fn(&Sample) -> usize,
+    ) -> Result<Duration, String> {
+        let mut at = 0;
+        let mut targets = Vec::new();
+        for sample in samples {
+            let len = slot(sample);
+            targets.push(segment.region().exclusive(at..at + len).map_err(text)?);
+            at += len;
+        }
+        let found = Found { tier: Tier::Flash, encoding: self.encoding };
+        let started = Instant::now();
+        let (mut next, mut done) = (samples.iter().zip(targets).enumerate(), 0);
+        let mut under_way = 0;
+        while done < samples.len() {
+            while under_way < crate::world::LOADS_MAX
+                && let Some((tag, (sample, target))) = next.next()
+            {
+                let (id, tokens) = (sample.id, Arc::clone(&sample.tokens));
+                let job = LoadJob { tag: tag as u64, id, tokens, found, target };
+                onboarding.start(job).map_err(|(_, reason)| reason.to_string())?;
+                under_way += 1;
+            }
+            let outcome = outcomes.recv().map_err(text)?;
+            outcome.result.map_err(|e| e.to_string())?;
+            (done, under_way) = (done + 1, under_way - 1);
+        }
+        Ok(started.elapsed())
+    }
+
+    /// Seconds of verifying and decoding the first `count` chunks from memory, by as many threads
+    /// as loading uses.
+    ///
+    /// # Errors
+    /// If a file cannot be read.
+    pub fn decode(&self, count: usize, threads: usize) -> Result<f64, String> {
+        let form = self.encoding.in_arena().dtype;
+        let mut work: Vec<(&Sample, SlotMut, Vec<u8>)> = Vec::new();
+        for sample in &self.samples[..count] {
+            let file = self.shelf.store.files().read_copy(&sample.id, 0).map_err(text)?;
+            let layout = KvLayout::new(self.shelf.spec.shape, form, sample.tokens.len());
+            // Touched before: the arena is, too.
+            work.push((sample, file, vec![1u8; layout.total_bytes()]));
+        }
+        let (todo, jobs) = bounded::<(&Sample, SlotMut, Vec<u8>)>(work.len());
+        let started = Instant::now();
+        let failed = std::thread::scope(|scope| {
+            let workers: Vec<_> = (0..threads)
+                .map(|_| {
+                    let jobs = jobs.clone();
+                    scope.spawn(move || {
+                        for (sample, file, mut out) in jobs {
+                            self.decode_one(sample, &file, &mut out)?;
+                        }
+                        Ok::<(), String>(())
+                    })
+                })
+                .collect();
+            for job in work {
+                // The channel has room for all.
+                let _ = todo.send(job);
+            }
+            drop(todo);
+            workers.into_iter().find_map(|w| w.join().map_or(Some("panic".into()), |r| r.err()))
+        });
+        match failed {
+            Some(e) => Err(e),
+            None => Ok(started.elapsed().as_secs_f64()),
+        }
+    }
+
+    fn decode_one(&self, sample: &Sample, file: &[u8], out: &mut [u8]) -> Result<(), String> {
+        let expect = self.shelf.spec.expectation(sample.id, &sample.tokens);
+        let found: Superblock = ChunkFile::verify(file, &expect).map_err(text)?;
+        if found.encoding.is_arena_form() {
+            return Ok(());
+        }
+        restore(file, &found, out)
+    }
+}
+
+/// Writes a chunk and enters it.
+fn add(store: &Store, id: ChunkId, tokens: &[u32], file: &[u8]) -> Result<(), String> {
+    store.announce(&[id]).map_err(text)?;
+    let file = page_aligned(file).map_err(text)?;
+    let placement = store.write_file(&id, &file).map_err(text)?;
+    store.withdraw(&[id]);
+    let mut txn = store.write().map_err(text)?;
+    let (tokens, flash, cold, vector) = (tokens.to_vec(), Some(placement), None, None);
+    let content = ContentId::of_tokens(&tokens);
+    let new = NewChunk { id, tokens, flash, cold, vector, compute_ms: 0 };
+    txn.put_chunk(&new).map_err(text)?;
+    let name = id.to_string();
+    let chunks = vec![id];
+    let record =
+        DocumentRecord { id: name, content, bytes: 0, tokens: 0, chunks, ingested_at: 0 };
+    txn.put_documents(&[&record]).map_err(text)?;
+    txn.commit().map_err(text)?;
+    Ok(())
+}
+
+/// An engine in which every directory is a device of a given speed: shows what several of them
+/// add up to on a machine that has one.
+struct Throttled {
+    rate: u64,
+    done: crossbeam::channel::Sender<ReadDone>,
+    /// When each device is free, by the directory's file.
+    free: Arc<std::sync::Mutex<std::collections::HashMap<u64, Instant>>>,
+}
+
+impl Throttled {
+    fn new(rate: u64, done: crossbeam::channel::Sender<ReadDone>) -> Self {
+        Self { rate, done, free: Arc::default() }
+    }
+}
+
+impl ReadEngine for Throttled {
+    fn submit(&self, mut request: ReadRequest) {
+        use std::os::unix::fs::FileExt;
+        let (rate, done, free) = (self.rate, self.done.clone(), Arc::clone(&self.free));
+        // Files of one device take turns; the n-th part file of a stripe is on the n-th device.
+        let mut devices: Vec<*const std::fs::File> = Vec::new();
+        let mut device = |part: &matkv_sys::ReadPart| {
+            let file = Arc::as_ptr(&part.file);
+            devices.iter().position(|d| *d == file).unwrap_or_else(|| {
+                devices.push(file);
+                devices.len() - 1
+            }) as u64
+        };
+        let mut until = Instant::now();
+        for part in &request.parts {
+            let spent = Duration::from_secs_f64(part.len as f64 / rate as f64);
+            let mut free = free.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let at = free.entry(device(part)).or_insert_with(Instant::now);
+            *at = (*at).max(Instant::now()) + spent;
+            until = until.max(*at);
+        }
+        std::thread::spawn(move || {
+            let parts = std::mem::take(&mut request.parts);
+            let read = parts.iter().try_for_each(|p| {
+                let target = &mut request.target[p.offset..p.offset + p.len];
+                p.file.read_exact_at(target, p.file_offset)
+            });
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            let _ = done.send(ReadDone { tag: request.tag, target: request.target, result: read });
+        });
+    }
+
+    fn describe(&self) -> &str {
+        "throttled"
+    }
+}
