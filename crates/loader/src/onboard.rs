@@ -147,6 +147,9 @@ impl Onboarding {
                     Unusable::Damaged(format!("file of {} bytes, not whole pages", opened.len))
                 }
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => Unusable::Missing,
+                Err(e) if e.kind() == std::io::ErrorKind::InvalidData => {
+                    Unusable::Damaged(e.to_string())
+                }
                 Err(e) => Unusable::Unreadable(e.to_string()),
             };
             if let Err(reason) = self.next_copy(&mut task, reason) {

@@ -32,7 +32,7 @@ pub use heat::{Heat, PromotionRule};
 pub use identity::Identity;
 pub use options::{ColdTierOptions, StoreOptions, TierOptions};
 pub use records::{ChunkRecord, Departure, DocumentRecord, Placement, Tier, Totals};
-pub use recovery::{RebuildReport, ScrubReport};
+pub use recovery::{Embed, RebuildReport, ScrubReport};
 pub use store::{NewChunk, ReadTxn, Store, StoreEnv, WriteTxn};
 pub use tiers::{page_aligned, unix_seconds};
 pub use volume::{OpenCopy, Volume, VolumeKind};

@@ -13,6 +13,9 @@ use crate::records::{Placement, Tier};
 use crate::store::{NewChunk, Store};
 use crate::tiers::unix_seconds;
 
+/// Gives a chunk's tokens a number in the vector index; none if they have no direction.
+pub type Embed<'e> = &'e mut dyn FnMut(&mut crate::WriteTxn<'_>, &[u32]) -> Result<Option<u32>>;
+
 /// What a pass over chunks has found.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScrubReport {
@@ -209,7 +212,7 @@ impl Store {
     /// If the index fails or a device cannot be listed. A bad file is put aside.
     pub fn rebuild(
         &self,
-        embed: &mut dyn FnMut(&mut crate::WriteTxn<'_>, &[u32]) -> Result<Option<u32>>,
+        embed: Embed<'_>,
     ) -> Result<RebuildReport> {
         let mut report = RebuildReport::default();
         for id in self.volume.scan()? {
@@ -282,7 +285,7 @@ impl Store {
         tokens: Vec<u32>,
         tier: Tier,
         physical: u64,
-        embed: &mut dyn FnMut(&mut crate::WriteTxn<'_>, &[u32]) -> Result<Option<u32>>,
+        embed: Embed<'_>,
     ) -> Result<bool> {
         let placement = Some(Placement {
             encoding: found.encoding,

@@ -296,11 +296,11 @@ impl Store {
             let read = self.read()?;
             let mut gone = Vec::new();
             for id in read.pending_in(Tier::Cold)? {
-                if read.chunk(&id)?.is_none_or(|r| r.cold.is_none()) {
-                    if let Err(e) = cold.remove(&id) {
-                        tracing::debug!("cold chunk {id}: {e}");
-                        break;
-                    }
+                if read.chunk(&id)?.is_none_or(|r| r.cold.is_none())
+                    && let Err(e) = cold.remove(&id)
+                {
+                    tracing::debug!("cold chunk {id}: {e}");
+                    break;
                 }
                 gone.push(id);
             }

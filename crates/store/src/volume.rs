@@ -156,14 +156,19 @@ impl Volume {
     /// Opens one copy for reading. Its length is whatever its parts add up to.
     ///
     /// # Errors
-    /// The system's reason; [`ErrorKind::NotFound`] if a part is missing.
+    /// The system's reason; [`ErrorKind::NotFound`] if a part is missing,
+    /// [`ErrorKind::InvalidData`] if it is not a file.
     pub fn open_copy(&self, id: &ChunkId, copy: usize) -> std::io::Result<OpenCopy> {
         let directories = &self.copies[copy];
         let mut files: Vec<Arc<File>> = Vec::with_capacity(directories.len());
         let mut len = 0;
         for directory in directories {
             let file = DirectFile::open(&directory.file(id)).map_err(io_error)?.file;
-            len += usize::try_from(file.metadata()?.len()).unwrap_or(usize::MAX);
+            let found = file.metadata()?;
+            if !found.is_file() {
+                return Err(std::io::Error::new(ErrorKind::InvalidData, "not a file"));
+            }
+            len += usize::try_from(found.len()).unwrap_or(usize::MAX);
             files.push(Arc::new(file));
         }
         let width = files.len();
