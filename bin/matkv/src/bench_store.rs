@@ -63,7 +63,10 @@ async fn corpus(
 }
 
 /// A directory for the store: the one asked for, or a temporary one on the configured device.
-pub fn place(resolved: &Resolved, asked: Option<&Path>) -> anyhow::Result<(PathBuf, Option<tempfile::TempDir>)> {
+pub fn place(
+    resolved: &Resolved,
+    asked: Option<&Path>,
+) -> anyhow::Result<(PathBuf, Option<tempfile::TempDir>)> {
     if let Some(dir) = asked {
         return Ok((dir.to_owned(), None));
     }
@@ -193,23 +196,7 @@ pub async fn codec(
     let dtypes = KvDtype::AT_REST;
     let fidelity =
         own(codec::fidelity(&store, &model, &prefix, &chunks, &asked, &dtypes, o.answer))?;
-    let rows: Vec<Vec<String>> = costs
-        .iter()
-        .map(|c| {
-            let i = dtypes.iter().position(|d| *d == c.encoding.dtype).unwrap_or(0);
-            let f = &fidelity[i];
-            vec![
-                c.encoding.to_string(),
-                format!("{:.2}", c.ratio),
-                format!("{:.2}", c.encode / 1e9),
-                format!("{:.2}", c.decode / 1e9),
-                format!("{:.5} ± {:.5}", f.kl, f.kl_interval),
-                format!("{:.3}", f.top1),
-            ]
-        })
-        .collect();
-    let head = ["encoding", "ratio", "encode GB/s", "decode GB/s", "KL", "top-1"];
-    notes.push(table(&head, &rows));
+    notes.push(codec_table(&costs, &fidelity));
     notes.push(format!(
         "{} chunks of 1,024 tokens, {} questions over 4 of them, {} answer tokens; one thread; \
          ratio against fp16",
@@ -217,8 +204,12 @@ pub async fn codec(
         asked.len(),
         fidelity.first().map_or(0, |f| f.tokens)
     ));
+    Ok(codec_figures(&costs, &fidelity))
+}
+
+fn codec_figures(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> Vec<Figure> {
     let mut figures = Vec::new();
-    for (dtype, f) in dtypes.iter().zip(&fidelity) {
+    for (dtype, f) in KvDtype::AT_REST.iter().zip(fidelity) {
         let interval = (f.kl - f.kl_interval, f.kl + f.kl_interval);
         let (low, high) = interval;
         figures.push(Figure {
@@ -230,13 +221,30 @@ pub async fn codec(
         });
         figures.push(Figure::exact(format!("top1_{dtype}"), f.top1, "share"));
     }
-    for c in &costs {
+    for c in costs {
         figures.push(Figure::exact(format!("ratio_{}", c.encoding), c.ratio, "ratio"));
     }
     let cold = Encoding::new(KvDtype::Int4, Codec::Zstd);
     let ratio = costs.iter().find(|c| c.encoding == cold).map_or(0.0, |c| c.ratio);
     figures.push(Figure::exact("cold_ratio_over_fp16", ratio, "ratio"));
-    Ok(figures)
+    figures
+}
+
+fn codec_table(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> String {
+    let row = |c: &codec::Cost| {
+        let i = KvDtype::AT_REST.iter().position(|d| *d == c.encoding.dtype).unwrap_or(0);
+        let f = &fidelity[i];
+        vec![
+            c.encoding.to_string(),
+            format!("{:.2}", c.ratio),
+            format!("{:.2}", c.encode / 1e9),
+            format!("{:.2}", c.decode / 1e9),
+            format!("{:.5} ± {:.5}", f.kl, f.kl_interval),
+            format!("{:.3}", f.top1),
+        ]
+    };
+    let rows: Vec<_> = costs.iter().map(row).collect();
+    table(&["encoding", "ratio", "encode GB/s", "decode GB/s", "KL", "top-1"], &rows)
 }
 
 fn text_questions(path: &Path, count: usize) -> anyhow::Result<Vec<String>> {

@@ -11,8 +11,8 @@ use matkv_api::v1::{
     RemoveChunkResponse, VerifyChunkResponse,
 };
 use matkv_config::{Config, format_bytes, parse_duration};
-use matkv_loader_core::offline::{self, Store};
 use matkv_loader_core::admin;
+use matkv_loader_core::offline::{self, Store};
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
@@ -215,7 +215,13 @@ fn verify(access: &mut Access<'_>, ids: &[String], format: Format) -> anyhow::Re
                 }));
             } else if !copy.error.is_empty() {
                 let healed = if copy.healed { ", healed" } else { "" };
-                say!("{} {} copy {}: {}{healed}", verified.chunk_id, copy.tier, copy.copy, copy.error);
+                say!(
+                    "{} {} copy {}: {}{healed}",
+                    verified.chunk_id,
+                    copy.tier,
+                    copy.copy,
+                    copy.error
+                );
             }
         }
     }

@@ -83,7 +83,8 @@ fn machine(config: &Config) -> Vec<Check> {
     let available = memory("MemAvailable:");
     let shm = matkv_loader_core::process::free_bytes(Path::new("/dev/shm")).unwrap_or(0);
     let pages = read("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
-    let huge = pages.contains("[always]") || pages.contains("[within_size]") || pages.contains("[advise]");
+    let huge =
+        pages.contains("[always]") || pages.contains("[within_size]") || pages.contains("[advise]");
     let locked = limit("Max locked memory").unwrap_or(0);
     let files = limit("Max open files").unwrap_or(0);
     vec![
@@ -226,7 +227,11 @@ fn tune(resolved: &Resolved, o: &DoctorOptions, format: Format) -> anyhow::Resul
             render::table(&["engine", "depth", "block", "GB/s"], &rows)
         ));
         if let Some(rate) = fio {
-            say!("fio reads {:.2} GB/s; the best here is {:.2} of that", rate / 1e9, best.rate / rate);
+            say!(
+                "fio reads {:.2} GB/s; the best here is {:.2} of that",
+                rate / 1e9,
+                best.rate / rate
+            );
         }
         match &written {
             Some(path) => say!("written to {}", path.display()),

@@ -155,7 +155,7 @@ fn paths(value: &str) -> Result<Vec<PathBuf>, String> {
     value.split(',').map(str::trim).filter(|p| !p.is_empty()).map(path).collect()
 }
 
-fn show_paths(value: &Vec<PathBuf>) -> String {
+fn show_paths(value: &[PathBuf]) -> String {
     value.iter().map(|p| show_path(p)).collect::<Vec<_>>().join(",")
 }
 
@@ -175,7 +175,7 @@ fn share(value: &str) -> Result<f64, String> {
 
 fn block(value: &str) -> Result<u64, String> {
     match parse_bytes(value)? {
-        n if n >= 4096 && n <= 64 << 20 && n.is_multiple_of(4096) => Ok(n),
+        n if (4096..=64 << 20).contains(&n) && n.is_multiple_of(4096) => Ok(n),
         _ => Err("must be whole pages of 4 KiB, at most 64MiB".into()),
     }
 }
@@ -321,7 +321,7 @@ pub static SETTINGS: &[Setting] = &[
         "directories for chunk files, one per device; paths.store_dir if there are none",
         storage_dirs,
         paths,
-        show_paths
+        |p: &Vec<PathBuf>| show_paths(p)
     ),
     setting!(
         "storage.stripe_unit",

@@ -2,7 +2,8 @@
 
 use matkv_types::{KvDtype, KvLayout, TILE_ROWS};
 
-/// In a bf16 section, zeroes the rows that pad the last tile of every head, and the end of every layer.
+/// In a bf16 section, zeroes the rows that pad the last tile of every head, and the end of every
+/// layer.
 pub(crate) fn zero(section: &mut [u8], layout: &KvLayout) {
     debug_assert!(layout.dtype == KvDtype::Bf16);
     let (dim, bytes) = (layout.shape.head_dim, 2);

@@ -230,20 +230,7 @@ impl Superblock {
         let (kv_offset, stride, len) = (r.long(), r.long(), r.long());
         let mut sums = Reader { page: r.page, at: CHECKSUMS_AT };
         let extent_checksums = (0..shape.layers).map(|_| sums.word()).collect();
-        let whole = KvLayout::new(shape, encoding.dtype, rows).layer_stride();
-        if u32::try_from(whole).is_err() {
-            let (expected, found) = ("below 4 GiB".to_owned(), whole.to_string());
-            return Err(FormatError::Field { field: "layer stride", expected, found });
-        }
-        let mut lengths = Reader { page: r.page, at: LENGTHS_AT };
-        let extent_bytes: Vec<u32> = match encoding.codec {
-            Codec::None => vec![whole as u32; shape.layers],
-            _ => (0..shape.layers).map(|_| lengths.word()).collect(),
-        };
-        if let Some(bytes) = extent_bytes.iter().find(|b| **b == 0 || **b as usize > whole) {
-            let (expected, found) = (format!("1 to {whole}"), bytes.to_string());
-            return Err(FormatError::Field { field: "extent length", expected, found });
-        }
+        let extent_bytes = extent_lengths(r.page, shape, encoding, rows)?;
         let this = Self {
             fingerprint,
             chunk_id,
@@ -264,6 +251,32 @@ impl Superblock {
             return Err(FormatError::Field { field: "reserved bytes", expected, found });
         }
         Ok(this)
+    }
+}
+
+/// Stored bytes of each layer's extent.
+fn extent_lengths(
+    page: &[u8],
+    shape: KvShape,
+    encoding: Encoding,
+    rows: usize,
+) -> Result<Vec<u32>, FormatError> {
+    let whole = KvLayout::new(shape, encoding.dtype, rows).layer_stride();
+    if u32::try_from(whole).is_err() {
+        let (expected, found) = ("below 4 GiB".to_owned(), whole.to_string());
+        return Err(FormatError::Field { field: "layer stride", expected, found });
+    }
+    let mut lengths = Reader { page, at: LENGTHS_AT };
+    let bytes: Vec<u32> = match encoding.codec {
+        Codec::None => vec![whole as u32; shape.layers],
+        _ => (0..shape.layers).map(|_| lengths.word()).collect(),
+    };
+    match bytes.iter().find(|b| **b == 0 || **b as usize > whole) {
+        None => Ok(bytes),
+        Some(wrong) => {
+            let (expected, found) = (format!("1 to {whole}"), wrong.to_string());
+            Err(FormatError::Field { field: "extent length", expected, found })
+        }
     }
 }
 

@@ -229,7 +229,9 @@ proptest! {
     /// Any rows, with the odd number that is huge, zero or not finite: nothing panics, and what
     /// is written verifies.
     #[test]
-    fn any_rows(seed in any::<u64>(), count in 1usize..70, odd in any::<u16>(), at in any::<u32>()) {
+    fn any_rows(
+        seed in any::<u64>(), count in 1usize..70, odd in any::<u16>(), at in any::<u32>(),
+    ) {
         let mut rows = rows(seed, count);
         let place = at as usize % (rows.section.len() / 2) * 2;
         rows.section[place..place + 2].copy_from_slice(&odd.to_le_bytes());

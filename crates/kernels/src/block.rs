@@ -76,8 +76,8 @@ dispatch! {
     ///
     /// # Safety
     /// `block.k` and `block.v` point to whole tiles covering `block.hi ≤ BLOCK_ROWS` rows of
-    /// `queries.dim` dimensions (a multiple of 32), aligned to their element type, and the scales of
-    /// int8 rows to every group and row below `block.hi`; nobody writes
+    /// `queries.dim` dimensions (a multiple of 32), aligned to their element type, and the scales
+    /// of int8 rows to every group and row below `block.hi`; nobody writes
     /// them meanwhile. `queries.q` is `[visible.len()][dim]` and `partial` has that size.
     pub(crate) unsafe fn attend_block => attend_block_body(
         queries: Queries<'_>, block: Block, partial: &mut Partial,

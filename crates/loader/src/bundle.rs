@@ -17,8 +17,8 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::core::Core;
-use crate::ingest_commit::{Batch, DurableChunk};
 use crate::ingest::OpenDocument;
+use crate::ingest_commit::{Batch, DurableChunk};
 
 const MAGIC: &[u8; 8] = b"MATKVBND";
 const VERSION: u32 = 1;

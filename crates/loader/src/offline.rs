@@ -5,8 +5,8 @@ use matkv_model::{Detokenizer, LanguageModel, ModelHeader, PULLABLE, model_path}
 use matkv_retrieve::{Embedder, HannoyIndex, VectorIndex};
 use matkv_store::{Identity, RebuildReport, StoreError};
 
-pub use matkv_store::Store;
 use matkv_model::{Message, PromptTexts, Role};
+pub use matkv_store::Store;
 use matkv_store::{DocumentRecord, NewChunk, Placement};
 use matkv_sys::{EngineKind, EngineOptions};
 use matkv_types::{ChunkId, ContentId, Encoding};

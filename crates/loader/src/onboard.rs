@@ -45,8 +45,8 @@ struct Pending {
     slot: Option<SlotMut>,
 }
 
-/// A load that could not be started, its slot, and why.
-type NotStarted = (Task, SlotMut, Unusable);
+/// Tag of a load that could not be started, its slot, and why.
+type NotStarted = (u64, SlotMut, Unusable);
 
 /// A cold file that has been fetched.
 pub(crate) struct Fetched {
@@ -153,7 +153,7 @@ impl Onboarding {
                 Err(e) => Unusable::Unreadable(e.to_string()),
             };
             if let Err(reason) = self.next_copy(&mut task, reason) {
-                return Err((task, slot, reason));
+                return Err((task.tag, slot, reason));
             }
         };
         let tag = task.tag;
@@ -164,7 +164,7 @@ impl Onboarding {
         } else {
             match Region::anonymous(opened.len).exclusive(0..opened.len) {
                 Ok(memory) => (memory, Some(slot)),
-                Err(e) => return Err((task, slot, Unusable::Unreadable(e.to_string()))),
+                Err(e) => return Err((task.tag, slot, Unusable::Unreadable(e.to_string()))),
             }
         };
         self.pending().insert(tag, Pending { task, slot });
@@ -175,7 +175,7 @@ impl Onboarding {
     fn fetch(&self, task: Task, slot: SlotMut) -> Result<(), NotStarted> {
         let (tag, id) = (task.tag, task.id);
         let Some(cold) = self.shelf.store().cold() else {
-            return Err((task, slot, Unusable::Missing));
+            return Err((tag, slot, Unusable::Missing));
         };
         self.pending().insert(tag, Pending { task, slot: Some(slot) });
         let fetched = self.fetched.clone();
@@ -302,8 +302,8 @@ impl Onboarding {
         };
         match self.next_copy(&mut task, reason) {
             Ok(()) => {
-                if let Err((task, slot, reason)) = self.read(task, slot) {
-                    self.deliver(task.tag, slot, Err(reason));
+                if let Err((tag, slot, reason)) = self.read(task, slot) {
+                    self.deliver(tag, slot, Err(reason));
                 }
             }
             Err(reason) => self.deliver(task.tag, slot, Err(reason)),

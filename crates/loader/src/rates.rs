@@ -53,7 +53,7 @@ impl Rates {
     /// Seconds so many units take; nothing before enough was measured.
     pub fn seconds(&self, kind: Kind, units: u64) -> Option<f64> {
         let rate = self.rates.lock().unwrap_or_else(PoisonError::into_inner)[kind as usize];
-        (rate.measurements >= 3).then(|| rate.seconds_per_unit * units as f64)
+        (rate.measurements >= 3).then_some(rate.seconds_per_unit * units as f64)
     }
 
     /// Whether to compute a chunk rather than load it: milliseconds of loading and of computing.

@@ -83,14 +83,8 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let model = Arc::new(model?);
     let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
     let prefix_tokens = prefix_tokens(&model, config)?;
-    let fingerprint = model.fingerprint(&prefix_tokens);
-    let shape = model.kv_shape();
-    let identity = Identity {
-        fingerprint,
-        shape,
-        base_position: prefix_tokens.len(),
-        model: config.model.clone(),
-    };
+    let identity = identity(&model, &prefix_tokens, config);
+    let (shape, fingerprint) = (identity.shape, identity.fingerprint);
     let store = Store::open(store_options(config)?, identity)?;
     let index = Box::new(HannoyIndex::open(&store)?);
     let geometry = Geometry::new(config.arena_bytes as usize);
@@ -138,6 +132,16 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         runtime_lock: Some(runtime_lock),
         child,
     })
+}
+
+/// Whose chunks are read and written.
+fn identity(model: &LanguageModel, prefix: &[u32], config: &Config) -> Identity {
+    Identity {
+        fingerprint: model.fingerprint(prefix),
+        shape: model.kv_shape(),
+        base_position: prefix.len(),
+        model: config.model.clone(),
+    }
 }
 
 fn compute_pool(config: &Config) -> Result<rayon::ThreadPool, LoaderError> {

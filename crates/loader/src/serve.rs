@@ -102,10 +102,8 @@ pub(crate) async fn serve(
         fed: None,
     };
     let life = tokio::spawn(life.watch(stop.clone()));
-    let operator = Operator {
-        core: Arc::clone(&gateway.observer.core),
-        load: gateway.load.clone(),
-    };
+    let operator =
+        Operator { core: Arc::clone(&gateway.observer.core), load: gateway.load.clone() };
     let router = Server::builder()
         .add_service(MatKvServer::new(gateway))
         .add_service(AdminServer::new(operator))

@@ -118,6 +118,21 @@ fn engine(
     Ok(engine)
 }
 
+fn session_thread(config: &Config, opened: &mut Opened, sessions: &Arc<Sessions>) -> SessionThread {
+    let core = &opened.core;
+    SessionThread {
+        sessions: Arc::clone(sessions),
+        header: Arc::clone(&opened.header),
+        segment: opened.segment.name().to_owned(),
+        geometry: core.geometry,
+        fingerprint: core.spec.fingerprint,
+        shape: core.spec.shape,
+        runtime: config.runtime_dir.clone(),
+        stall: config.stall,
+        child: opened.child.take().map(std::sync::Mutex::new),
+    }
+}
+
 /// Connects everything.
 pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, LoaderError> {
     let Channels {
@@ -150,17 +165,8 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         tracing: Tracing::default(),
         serial: (!config.overlap).then(|| Arc::new(Mutex::new(()))),
     };
-    let session = SessionThread {
-        sessions: Arc::clone(&sessions),
-        header: Arc::clone(&opened.header),
-        segment: opened.segment.name().to_owned(),
-        geometry: core.geometry,
-        fingerprint: core.spec.fingerprint,
-        shape: core.spec.shape,
-        runtime: config.runtime_dir.clone(),
-        stall: config.stall,
-        child: opened.child.take().map(std::sync::Mutex::new),
-    };
+    let session = session_thread(config, &mut opened, &sessions);
+    let core = &opened.core;
     let prefix = Arc::clone(&opened.prefix);
     let compute = Compute {
         core: Arc::clone(core),

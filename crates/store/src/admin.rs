@@ -6,7 +6,7 @@ use matkv_types::ChunkId;
 
 use crate::error::{Result, StoreError};
 use crate::records::{Departure, Tier};
-use crate::store::Store;
+use crate::store::{ReadTxn, Store};
 use crate::tiers::unix_seconds;
 
 /// What a collection of garbage has removed.
@@ -120,26 +120,7 @@ impl Store {
         let now = unix_seconds();
         let mut out = Vec::new();
         let Some(record) = read.chunk(id)? else {
-            out.push(format!("the index does not know chunk {id}"));
-            if self.volume.exists(id) {
-                let pending = read.pending()?.contains(id);
-                out.push(format!(
-                    "it has a file on flash: {}",
-                    match pending {
-                        true => "an ingest has not committed it; `chunks gc` removes it",
-                        false => "nobody names it",
-                    }
-                ));
-            }
-            let other = self.other_identities();
-            if !other.is_empty() {
-                out.push(format!(
-                    "other models, prompts or tokenizers have stores of their own here ({}); the \
-                     same text has another id there",
-                    other.join(", ")
-                ));
-            }
-            return Ok(out);
+            return self.explain_unknown(id, &read);
         };
         let users = read.users(id, 4)?;
         out.push(format!(
@@ -190,6 +171,29 @@ impl Store {
             self.options().policy.as_str(),
             self.identity().directory()
         ));
+        Ok(out)
+    }
+
+    fn explain_unknown(&self, id: &ChunkId, read: &ReadTxn<'_>) -> Result<Vec<String>> {
+        let mut out = vec![format!("the index does not know chunk {id}")];
+        if self.volume.exists(id) {
+            let pending = read.pending()?.contains(id);
+            out.push(if pending {
+                "it has a file on flash: an ingest has not committed it; `chunks gc` removes it"
+                    .to_owned()
+            } else {
+                "it has a file on flash that nobody names; `chunks rebuild-index` enters it"
+                    .to_owned()
+            });
+        }
+        let other = self.other_identities();
+        if !other.is_empty() {
+            out.push(format!(
+                "other models, prompts or tokenizers have stores of their own here ({}); the same \
+                 text has another id there",
+                other.join(", ")
+            ));
+        }
         Ok(out)
     }
 }

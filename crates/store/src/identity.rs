@@ -74,8 +74,8 @@ pub(crate) struct Stale {
 /// Says that chunk files have been taken away under the index.
 pub(crate) const RECONCILE: &str = "RECONCILE";
 
-/// Other identities' data, the one used longest ago last. Their files are counted once here, in the order of the
-/// directory: a store that nobody opens does not change.
+/// Other identities' data, the one used longest ago last. Their files are counted once, here: a
+/// store that nobody opens does not change.
 pub(crate) fn others(options: &StoreOptions, own: &str) -> Vec<Stale> {
     let mut out: Vec<(std::time::SystemTime, Stale)> = Vec::new();
     for dir in entries(&options.root).unwrap_or_default() {

@@ -19,6 +19,7 @@ pub mod policy;
 mod records;
 mod recovery;
 mod residents;
+mod room;
 mod space;
 mod store;
 mod tiers;

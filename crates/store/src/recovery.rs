@@ -210,10 +210,7 @@ impl Store {
     ///
     /// # Errors
     /// If the index fails or a device cannot be listed. A bad file is put aside.
-    pub fn rebuild(
-        &self,
-        embed: Embed<'_>,
-    ) -> Result<RebuildReport> {
+    pub fn rebuild(&self, embed: Embed<'_>) -> Result<RebuildReport> {
         let mut report = RebuildReport::default();
         for id in self.volume.scan()? {
             let mut reason = String::new();

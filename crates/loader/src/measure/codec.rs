@@ -158,7 +158,8 @@ pub fn fidelity(
         let exact = rows(KvDtype::Bf16)?;
         let (forced, reference) = decode(model, &plan, &prefix_rows, &exact, answer, None);
         for (i, dtype) in dtypes.iter().enumerate() {
-            let (_, got) = decode(model, &plan, &prefix_rows, &rows(*dtype)?, answer, Some(&forced));
+            let (_, got) =
+                decode(model, &plan, &prefix_rows, &rows(*dtype)?, answer, Some(&forced));
             for (want, got) in reference.iter().zip(&got) {
                 samples[i].push(divergence(want, got));
                 same[i] += usize::from(best(want) == best(got));
@@ -209,13 +210,8 @@ fn compile_prefix(model: &LanguageModel, prefix: &[u32]) -> Rows {
         .enumerate()
         .map(|(i, &token)| ForwardRow { token, position: i, row: i })
         .collect();
-    let own = Segment {
-        source: Source::Own,
-        first_row: 0,
-        rows: prefix.len(),
-        position: 0,
-        shift: 0,
-    };
+    let own =
+        Segment { source: Source::Own, first_row: 0, rows: prefix.len(), position: 0, shift: 0 };
     let segments = [own];
     let step = Step {
         rows: &rows,
@@ -257,8 +253,7 @@ fn decode(
     let (mut tokens, mut all) = (Vec::new(), Vec::new());
     let mut rows = plan.rows.clone();
     let last = segments.len() - 1;
-    let (mut row, mut position) =
-        (segments[last].first_row + segments[last].rows, plan.position);
+    let (mut row, mut position) = (segments[last].first_row + segments[last].rows, plan.position);
     while tokens.len() < answer {
         let step = Step {
             rows: &rows,

@@ -54,7 +54,8 @@ impl Probe {
     /// # Errors
     /// If the directory cannot be written, or has too little room.
     pub fn new(dir: &Path) -> Result<Self, String> {
-        std::fs::create_dir_all(dir).map_err(|e| format!("cannot create {}: {e}", dir.display()))?;
+        std::fs::create_dir_all(dir)
+            .map_err(|e| format!("cannot create {}: {e}", dir.display()))?;
         let free = free_bytes(dir).map_err(text)?;
         let bytes = FILE_BYTES.min((free / 4) as usize) / (16 << 20) * (16 << 20);
         if bytes == 0 {
@@ -118,10 +119,8 @@ impl Probe {
             while next < self.bytes
                 && let Some(slot) = free.pop()
             {
-                let target =
-                    self.region.exclusive(slot * SLOT..(slot + 1) * SLOT).map_err(text)?;
-                let mut request =
-                    ReadRequest::whole(slot as u64, Arc::clone(&file), SLOT, target);
+                let target = self.region.exclusive(slot * SLOT..(slot + 1) * SLOT).map_err(text)?;
+                let mut request = ReadRequest::whole(slot as u64, Arc::clone(&file), SLOT, target);
                 request.parts[0].file_offset = next as u64;
                 engine.submit(request);
                 (next, under_way) = (next + SLOT, under_way + 1);

@@ -112,8 +112,7 @@ impl Bench {
             let (bytes, found) = from.read_verified(&id, Tier::Flash, 0).map_err(text)?;
             let tokens = found.tokens(&bytes).map_err(text)?;
             let expect = spec.expectation(id, &tokens);
-            let file =
-                ChunkFile::transcode(&bytes, &found, &expect, encoding, 3).map_err(text)?;
+            let file = ChunkFile::transcode(&bytes, &found, &expect, encoding, 3).map_err(text)?;
             add(&store, id, &tokens, &file)?;
             samples.push(Sample { id, tokens: tokens.into() });
         }
@@ -162,9 +161,8 @@ impl Bench {
             evict_page_cache(&file).map_err(text)?;
         }
         let form = self.encoding.in_arena().dtype;
-        let slot = |s: &Sample| {
-            self.shelf.spec.slot_len(s.tokens.len(), form).next_multiple_of(4096)
-        };
+        let slot =
+            |s: &Sample| self.shelf.spec.slot_len(s.tokens.len(), form).next_multiple_of(4096);
         let samples = &self.samples[..count];
         let bytes: usize = samples.iter().map(slot).sum();
         let segment =
@@ -295,8 +293,7 @@ fn add(store: &Store, id: ChunkId, tokens: &[u32], file: &[u8]) -> Result<(), St
     txn.put_chunk(&new).map_err(text)?;
     let name = id.to_string();
     let chunks = vec![id];
-    let record =
-        DocumentRecord { id: name, content, bytes: 0, tokens: 0, chunks, ingested_at: 0 };
+    let record = DocumentRecord { id: name, content, bytes: 0, tokens: 0, chunks, ingested_at: 0 };
     txn.put_documents(&[&record]).map_err(text)?;
     txn.commit().map_err(text)?;
     Ok(())

@@ -57,7 +57,8 @@ impl<K: Key> S3Fifo<K> {
         } else {
             self.main.push_back((key, self.clock));
         }
-        // Records of those that have moved on stay in the queues until they are popped, or too many.
+        // Records of those that have moved on stay in the queues until they are popped, or are
+        // too many.
         if self.small.len() + self.main.len() > 2 * self.entries.len() + 64 {
             let valid =
                 |(key, stamp): &(K, u64)| self.entries.get(key).is_some_and(|e| e.stamp == *stamp);
