@@ -6,9 +6,12 @@ XDG_CACHE ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)
 export MATKV_CACHE_DIR ?= $(XDG_CACHE)/matkv
 PREFIX ?= /usr/local
 export MATKV_REQUIRE_MODELS = 1
+export MATKV_REQUIRE_S3 = 1
+# The same gateway as over a disk, and ready sooner.
+export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-forward soak simulate fuzz install clean
+	bench-cold bench-load bench-codec bench-trace bench-start bench-forward soak soak-storage simulate fuzz install clean
 
 demo: build
 	target/release/matkv demo
@@ -25,7 +28,7 @@ quick:
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	scripts/deny.sh check bans licenses sources
 
-unit: compile models nextest
+unit: compile models tools nextest
 	$(CARGO) nextest run --workspace -E 'not package(matkv-tests)'
 
 # The ring and what it lies in, on the heap.
@@ -63,6 +66,18 @@ bench-e2e: build
 bench-cold: build
 	scripts/bench.sh cold $(DATA)
 
+bench-load: build
+	scripts/bench.sh load $(DATA)
+
+bench-codec: build
+	scripts/bench.sh codec $(DATA)
+
+bench-trace: build
+	target/release/matkv bench trace
+
+bench-start: build
+	target/release/matkv bench start
+
 bench-forward:
 	$(CARGO) bench -p matkv-benches --bench forward -- \
 		$(MATKV_CACHE_DIR)/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf
@@ -72,6 +87,11 @@ bench-forward:
 soak: models
 	MATKV_SOAK_KILLS=$(or $(KILLS),100) $(CARGO) test --release -p matkv-tests --test soak -- \
 		--include-ignored --nocapture --test-threads=1
+
+# Ingest, questions, deletions, migration, full disks, flipped bits and kills, for SECONDS.
+soak-storage: compile models
+	MATKV_SOAK_SECONDS=$(or $(SECONDS),1800) $(CARGO) test -p matkv-tests --test storage_soak -- \
+		--nocapture --test-threads=1
 
 SEEDS ?= 1000000
 simulate:

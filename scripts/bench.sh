@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs a benchmark on the LongBench HotpotQA documents: scripts/bench.sh e2e|cold DATA_DIRECTORY
+# Runs a benchmark on the LongBench HotpotQA documents:
+#   scripts/bench.sh e2e|cold|load|codec DATA_DIRECTORY
 # DATA_DIRECTORY holds longbench-hotpotqa/ or longbench-hotpotqa.tar.xz. More arguments go to
 # `matkv bench`. The process asks for the processor before others do where it may.
 set -euo pipefail
@@ -37,8 +38,16 @@ cold)
     for document in "${longest[@]}"; do args+=(--corpus "$document"); done
     "$matkv" bench cold "${args[@]}" "$@"
     ;;
+load)
+    "$matkv" bench load --corpus "$corpus/documents" --documents "${DOCUMENTS:-80}" \
+        --store "$store-exact" "$@"
+    ;;
+codec)
+    "$matkv" bench codec --corpus "$corpus/documents" --documents "${DOCUMENTS:-80}" \
+        --questions "$corpus/questions/query.jsonl" --store "$store-exact" "$@"
+    ;;
 *)
-    echo "usage: scripts/bench.sh e2e|cold DATA_DIRECTORY" >&2
+    echo "usage: scripts/bench.sh e2e|cold|load|codec DATA_DIRECTORY" >&2
     exit 2
     ;;
 esac

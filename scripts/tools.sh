@@ -5,6 +5,10 @@ missing=()
 command -v valgrind >/dev/null || missing+=(valgrind)
 command -v systemd-analyze >/dev/null && command -v systemd-socket-activate >/dev/null ||
 	missing+=(systemd)
+# Real S3 peers for the tests of the cold tier.
+here=$(dirname "$0")
+"$here/seaweedfs.sh" install
+"$here/ceph.sh" install
 [ ${#missing[@]} -gt 0 ] || exit 0
 echo "installing ${missing[*]}"
 install() {

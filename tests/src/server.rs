@@ -64,6 +64,31 @@ impl Home {
         self.runtime.path().join("run")
     }
 
+    /// A file or directory of the test's own, on the disk of the store.
+    pub fn beside(&self, name: &str) -> PathBuf {
+        self.store.path().join(name)
+    }
+
+    /// While this is on, programs of this system find the device full when they write chunks.
+    ///
+    /// # Panics
+    /// If that cannot be changed.
+    pub fn device_full(&self, full: bool) {
+        let file = self.fault_file();
+        let changed = if full {
+            let temp = file.with_extension("new");
+            std::fs::write(&temp, "write").and_then(|()| std::fs::rename(&temp, &file))
+        } else {
+            std::fs::remove_file(&file)
+        };
+        changed.unwrap_or_else(|e| panic!("{}: {e}", file.display()));
+    }
+
+    /// The file by which writes are told to fail.
+    fn fault_file(&self) -> PathBuf {
+        self.runtime.path().join("fault")
+    }
+
     /// The file by which a process is told where to die.
     fn crash_file(&self) -> PathBuf {
         self.runtime.path().join("crash")
@@ -116,6 +141,7 @@ impl Home {
     pub fn up(&self, settings: &[&str]) -> Running {
         let mut command = process::matkv(&self.settings(settings));
         command.arg("up").env("MATKV_CRASH_FILE", self.crash_file());
+        command.env("MATKV_FAULT_FILE", self.fault_file());
         Running::start(command)
     }
 

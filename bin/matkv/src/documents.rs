@@ -80,6 +80,20 @@ pub async fn status(config: &Config, format: Format) -> anyhow::Result<ExitCode>
             s.other_fingerprints.join(", ")
         );
     }
+    let most = match s.flash_capacity {
+        0 => String::new(),
+        most => format!(" of {}", format_bytes(most)),
+    };
+    say!(
+        "flash       {}{most}, {} chunks, {}",
+        format_bytes(s.flash_used_bytes),
+        s.flash_chunks,
+        s.encoding
+    );
+    if !s.cold_url.is_empty() {
+        let bytes = format_bytes(s.cold_bytes);
+        say!("cold        {bytes}, {} chunks, {}", s.cold_chunks, s.cold_url);
+    }
     say!(
         "arena       {} of {}, {} chunks, {} slots held",
         format_bytes(s.arena_used_bytes),
@@ -87,6 +101,9 @@ pub async fn status(config: &Config, format: Format) -> anyhow::Result<ExitCode>
         s.arena_chunks,
         s.held_slots
     );
+    if !s.storage_degraded.is_empty() {
+        say!("degraded    {}", s.storage_degraded);
+    }
     say!("requests    {} running, {} waiting", s.requests_running, s.requests_waiting);
     if s.quarantined > 0 {
         say!("quarantined {} chunk files", s.quarantined);

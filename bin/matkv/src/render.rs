@@ -96,6 +96,10 @@ pub fn status_json(s: &GetStatusResponse) -> Value {
         "arena_used_bytes": s.arena_used_bytes, "arena_chunks": s.arena_chunks,
         "held_slots": s.held_slots, "requests_running": s.requests_running,
         "requests_waiting": s.requests_waiting, "quarantined": s.quarantined,
+        "storage_degraded": s.storage_degraded, "flash_used_bytes": s.flash_used_bytes,
+        "flash_capacity": s.flash_capacity, "flash_chunks": s.flash_chunks,
+        "cold_chunks": s.cold_chunks, "cold_bytes": s.cold_bytes, "cold_url": s.cold_url,
+        "encoding": s.encoding,
         "other_fingerprints": s.other_fingerprints, "metrics": s.metrics,
         "store_dir": s.store_dir,
     })

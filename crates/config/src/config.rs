@@ -94,6 +94,8 @@ pub struct Config {
     pub promote_window: Duration,
     /// Time in which uses fade to half.
     pub heat_half_life: Duration,
+    /// File to which every use of a chunk is appended, for `bench trace`; empty for none.
+    pub heat_record: String,
     /// Bytes a second moved between tiers in the background.
     pub migrate_rate: u64,
     /// Bytes a second verified in the background; 0 for none.
@@ -190,6 +192,7 @@ impl Default for Config {
             promote_threshold: 2.0,
             promote_window: Duration::from_secs(600),
             heat_half_life: Duration::from_secs(3600),
+            heat_record: String::new(),
             migrate_rate: 64 << 20,
             scrub_rate: 8 << 20,
             arena_policy: "gdsf".into(),

@@ -404,6 +404,13 @@ pub static SETTINGS: &[Setting] = &[
     setting!("heat.window", "… if its last use is not longer ago", promote_window, time, show_time),
     setting!("heat.half_life", "time in which uses fade to half", heat_half_life, time, show_time),
     setting!(
+        "heat.record",
+        "file to which every use of a chunk is appended, for matkv bench trace",
+        heat_record,
+        text,
+        String::clone
+    ),
+    setting!(
         "cold.url",
         "file:///directory or s3://bucket/prefix; empty for no cold tier",
         cold_url,

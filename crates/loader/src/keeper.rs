@@ -4,6 +4,7 @@
 //! bounded rate, and verifies everything at a bounded rate, one chunk at a time. All of it can be
 //! stopped between two chunks.
 
+use std::io::Write;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError};
@@ -124,6 +125,7 @@ impl Keeper<'_> {
             }),
             KeeperMessage::Used { ids, near } => {
                 store.touch(&ids, &near);
+                self.record(&ids);
                 Ok(())
             }
             KeeperMessage::Loaded { id, tier, ms } => {
@@ -135,6 +137,31 @@ impl Keeper<'_> {
             }
         };
         self.report(outcome);
+    }
+
+    /// Appends uses to the recorded trace, if one is wanted.
+    fn record(&self, ids: &[ChunkId]) {
+        let path = &self.core.config.heat_record;
+        if path.is_empty() {
+            return;
+        }
+        let Ok(read) = self.core.store.read() else { return };
+        let mut lines = String::new();
+        for id in ids {
+            let tokens = read.chunk(id).ok().flatten().map_or(0, |c| c.rows);
+            let chunk = id.as_bytes().iter().take(8).fold(0u64, |n, b| n << 8 | u64::from(*b));
+            // Chunks of one document are its topic.
+            let users = read.users(id, 1).unwrap_or_default();
+            let name = users.first().map_or("", |u| u.as_str());
+            let topic = crc32c::crc32c(name.as_bytes());
+            lines.push_str(&format!(
+                "{{\"chunk\":{chunk},\"tokens\":{tokens},\"topic\":{topic}}}\n"
+            ));
+        }
+        let file = std::fs::OpenOptions::new().append(true).create(true).open(path);
+        if let Err(e) = file.and_then(|mut f| f.write_all(lines.as_bytes())) {
+            tracing::warn!("heat.record {path}: {e}");
+        }
     }
 
     fn round(&mut self) {

@@ -449,10 +449,16 @@ impl<W: World> Load<W> {
             };
             if let Some(chunk) = self.cache.get(&id) {
                 metrics::counter!(names::ARENA_HITS).increment(1);
+                count("arena", &["requested", "hit", "served"], tokens.len());
                 request.planned.chunks[i].source = ChunkSource::Arena;
                 request.leases[i] = Some(Lease::new(chunk, &self.arena));
             } else if let Some(loading) = self.loading.get_mut(&id) {
-                loading.prefetch = false;
+                if std::mem::take(&mut loading.prefetch)
+                    && let Some(reading) = self.reads.values().find(|r| r.id == id)
+                {
+                    // From now on somebody has asked for it.
+                    count(reading.found.tier.as_str(), &["requested", "hit"], tokens.len());
+                }
             } else if !self.start_load(id, tokens, false) {
                 return false;
             }
@@ -492,6 +498,14 @@ impl<W: World> Load<W> {
             state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
         }
         crash_point(CrashPoint::LoadHandedOn);
+    }
+}
+
+/// Counts tokens of a chunk: asked of a tier, found in it, served from it.
+fn count(tier: &'static str, stages: &[&'static str], tokens: usize) {
+    for stage in stages {
+        let counter = metrics::counter!(names::TIER_TOKENS, "tier" => tier, "stage" => *stage);
+        counter.increment(tokens as u64);
     }
 }
 

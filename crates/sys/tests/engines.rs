@@ -25,6 +25,17 @@ fn run(options: EngineOptions, dir: &Path) {
     let (done, completions) = unbounded();
     let (engine, note) = open_engine(options, &region, done).unwrap();
     assert!(note.is_none(), "{note:?}");
+    conforms(engine, &completions, &region, dir);
+    assert_eq!(region.handles(), 0, "every slot came back");
+}
+
+/// What holds for every engine.
+fn conforms(
+    engine: Arc<dyn ReadEngine>,
+    completions: &Receiver<ReadDone>,
+    region: &Arc<Region>,
+    dir: &Path,
+) {
     let lens: Vec<usize> = (0..FILES).map(|i| 4096 * (1 + i * 150)).collect();
     let mut at = 0;
     for (i, &len) in lens.iter().enumerate() {
@@ -43,11 +54,9 @@ fn run(options: EngineOptions, dir: &Path) {
         assert!(!std::mem::replace(&mut seen[i], true), "completed twice");
         assert!(done.target[..lens[i]] == content(i, lens[i])[..], "file {i}: wrong bytes");
     }
-    short_file(engine.as_ref(), &completions, &region, dir);
-    stripes(engine.as_ref(), &completions, &region, dir);
-    outside(engine.as_ref(), &completions, &region, dir);
-    drop(engine);
-    assert_eq!(region.handles(), 0, "every slot came back");
+    short_file(engine.as_ref(), completions, region, dir);
+    stripes(engine.as_ref(), completions, region, dir);
+    outside(engine.as_ref(), completions, region, dir);
 }
 
 fn short_file(
@@ -162,4 +171,126 @@ fn drop_with_reads_in_flight() {
         assert_eq!(finished, 8);
         assert_eq!(region.handles(), 0);
     }
+}
+
+/// What a device may do to a read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wrong {
+    Nothing,
+    /// The end of the target keeps what it held.
+    Torn,
+    /// Fewer bytes than asked for.
+    Short,
+    /// A bit is another.
+    Corrupt,
+    /// EIO.
+    Failed,
+    /// The device is full: of reads only a file system that writes, such as one with metadata in
+    /// a log, says so.
+    Full,
+    /// It is done when it is told to.
+    Late,
+    /// It is never done while the engine lives.
+    Hung,
+}
+
+/// An engine without threads that does what it is told to, one request at a time.
+struct Faulty {
+    next: std::sync::Mutex<Wrong>,
+    held: std::sync::Mutex<Vec<ReadRequest>>,
+    done: crossbeam::channel::Sender<ReadDone>,
+}
+
+impl Faulty {
+    fn new(done: crossbeam::channel::Sender<ReadDone>) -> Self {
+        Self { next: std::sync::Mutex::new(Wrong::Nothing), held: Default::default(), done }
+    }
+
+    fn read(mut request: ReadRequest, wrong: Wrong) -> ReadDone {
+        use std::os::unix::fs::FileExt;
+        let fits = request.parts.iter().all(|p| p.offset + p.len <= request.target.len());
+        let mut result = if fits { Ok(()) } else { Err(std::io::ErrorKind::InvalidInput.into()) };
+        let parts = std::mem::take(&mut request.parts);
+        for part in parts.iter().filter(|_| fits) {
+            let len = if wrong == Wrong::Torn { part.len / 2 } else { part.len };
+            let target = &mut request.target[part.offset..part.offset + len];
+            let read = part.file.read_exact_at(target, part.file_offset);
+            result = result.and(read);
+        }
+        match wrong {
+            Wrong::Short => result = Err(std::io::ErrorKind::UnexpectedEof.into()),
+            Wrong::Corrupt => request.target[100] ^= 4,
+            Wrong::Failed => result = Err(std::io::Error::from_raw_os_error(5)),
+            Wrong::Full => result = Err(std::io::Error::from_raw_os_error(28)),
+            Wrong::Nothing | Wrong::Torn | Wrong::Late | Wrong::Hung => {}
+        }
+        ReadDone { tag: request.tag, target: request.target, result }
+    }
+
+    /// Lets what is late go on.
+    fn release(&self) {
+        for request in self.held.lock().unwrap().drain(..) {
+            self.done.send(Self::read(request, Wrong::Nothing)).unwrap();
+        }
+    }
+}
+
+impl ReadEngine for Faulty {
+    fn submit(&self, request: ReadRequest) {
+        match std::mem::replace(&mut *self.next.lock().unwrap(), Wrong::Nothing) {
+            Wrong::Late | Wrong::Hung => self.held.lock().unwrap().push(request),
+            wrong => self.done.send(Self::read(request, wrong)).unwrap(),
+        }
+    }
+
+    fn describe(&self) -> &str {
+        "memory"
+    }
+}
+
+/// The engine of the tests keeps the contract of the real ones, and breaks it as it is told to:
+/// what its users must live with.
+#[test]
+fn memory_with_faults() {
+    let dir = tempfile::tempdir().unwrap();
+    let region = Region::anonymous(64 << 20);
+    let (done, completions) = unbounded();
+    let engine = Arc::new(Faulty::new(done));
+    conforms(engine.clone(), &completions, &region, dir.path());
+    let whole = content(5, 64 << 10);
+    let path = dir.path().join("memory");
+    std::fs::write(&path, &whole).unwrap();
+    let ask = |wrong: Wrong, tag: u64| {
+        *engine.next.lock().unwrap() = wrong;
+        let mut target = region.exclusive(0..64 << 10).unwrap();
+        target.fill(0xee);
+        let file = Arc::new(std::fs::File::open(&path).unwrap());
+        engine.submit(ReadRequest::whole(tag, file, 64 << 10, target));
+    };
+    for (wrong, kind) in [
+        (Wrong::Short, std::io::ErrorKind::UnexpectedEof),
+        (Wrong::Full, std::io::ErrorKind::StorageFull),
+    ] {
+        ask(wrong, 1);
+        assert_eq!(completions.recv().unwrap().result.unwrap_err().kind(), kind);
+    }
+    ask(Wrong::Failed, 2);
+    assert_eq!(completions.recv().unwrap().result.unwrap_err().raw_os_error(), Some(5));
+    // What reports success and is wrong is for checksums to find.
+    for wrong in [Wrong::Torn, Wrong::Corrupt] {
+        ask(wrong, 3);
+        let done = completions.recv().unwrap();
+        assert!(done.result.is_ok() && done.target[..] != whole[..], "{wrong:?}");
+    }
+    // Memory of a read that is late is not anyone else's, however long it takes.
+    ask(Wrong::Late, 4);
+    assert!(completions.is_empty() && region.exclusive(0..4096).is_err());
+    engine.release();
+    let done = completions.recv().unwrap();
+    assert!(done.result.is_ok() && done.tag == 4 && done.target[..] == whole[..]);
+    drop(done);
+    ask(Wrong::Hung, 5);
+    assert!(completions.is_empty() && region.handles() == 1);
+    drop(engine);
+    assert_eq!(region.handles(), 0, "its memory comes back with the engine");
 }

@@ -7,7 +7,7 @@ use matkv_sys::{CrashPoint, crash_point};
 use matkv_telemetry::names;
 use matkv_types::ChunkId;
 
-use super::{Load, Loading, Pending, Reading, Waiting, exclusive};
+use super::{Load, Loading, Pending, Reading, Waiting, count, exclusive};
 use crate::arena::{ChunkSlot, FillingSlot};
 use crate::cache::Arrival;
 use crate::compile::{CompileJob, Compiled};
@@ -22,6 +22,7 @@ impl<W: World> Load<W> {
         if self.loading.len() + self.abandoned.len() >= LOADS_MAX {
             return false;
         }
+        let rows = tokens.len();
         let located = if self.compute_only.contains(&id) {
             Err(Unusable::Asked)
         } else {
@@ -34,6 +35,15 @@ impl<W: World> Load<W> {
         let form = located.as_ref().map_or(self.spec.form(), |f| f.encoding.in_arena().dtype);
         let len = self.spec.slot_len(tokens.len(), form);
         let Some(extent) = self.cache.allocate(&self.arena, len) else { return false };
+        if !prefetch {
+            // A chunk is asked of flash first, and of the cold tier if it is there alone.
+            count("flash", &["requested"], rows);
+            match &located {
+                Ok(found) if found.tier == Tier::Flash => count("flash", &["hit"], rows),
+                Ok(_) => count("cold", &["requested", "hit"], rows),
+                Err(_) => {}
+            }
+        }
         let found = match located {
             Ok(found) => found,
             Err(reason) => {
@@ -83,6 +93,9 @@ impl<W: World> Load<W> {
                     Tier::Flash => ChunkSource::Flash,
                     Tier::Cold => ChunkSource::Cold,
                 };
+                if !prefetch {
+                    count(found.tier.as_str(), &["served"], file.rows);
+                }
                 let arrival = if prefetch { Arrival::Prefetched } else { Arrival::Demanded };
                 self.settle(Arc::new(filling.freeze_chunk(id, &file)), source, arrival);
             }
@@ -223,6 +236,7 @@ impl<W: World> Load<W> {
         for request in self.waiting.iter_mut().filter_map(Waiting::request) {
             for (use_, lease) in request.planned.chunks.iter_mut().zip(&mut request.leases) {
                 if use_.id == id && lease.is_none() {
+                    count("arena", &["requested"], use_.tokens.len());
                     use_.source = source;
                     *lease = Some(Lease::new(Arc::clone(&chunk), &self.arena));
                 }
