@@ -46,11 +46,22 @@ impl Ingest {
     /// # Panics
     /// If the server refuses it.
     pub async fn start(client: &Client) -> Self {
+        Self::try_start(client).await.expect("an ingest")
+    }
+
+    /// The same with a server that may be away.
+    ///
+    /// # Errors
+    /// The server's refusal.
+    ///
+    /// # Panics
+    /// If nothing is said in time.
+    pub async fn try_start(client: &Client) -> Result<Self, Status> {
         let (parts, receiver) = mpsc::channel(64);
         let mut client = client.clone();
         let sent = tokio::time::timeout(DEADLINE, client.ingest(ReceiverStream::new(receiver)));
-        let events = sent.await.expect("an ingest begins in time").expect("an ingest");
-        Self { parts, events: events.into_inner() }
+        let events = sent.await.expect("an ingest begins in time")?;
+        Ok(Self { parts, events: events.into_inner() })
     }
 
     /// Sends a part.

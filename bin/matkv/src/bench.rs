@@ -75,7 +75,10 @@ fn show(
             say!("{:#}", figures::report(name, threads, figures, notes));
         }
         Format::Text => {
-            say_part!("{}", figures::text(figures));
+            // Its tables say the same, and can be read.
+            if name != "trace" {
+                say_part!("{}", figures::text(figures));
+            }
             notes.iter().for_each(|n| say!("{n}"));
         }
     }

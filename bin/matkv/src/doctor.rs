@@ -70,6 +70,14 @@ fn shown(bytes: u64) -> String {
     if bytes == u64::MAX { "unlimited".into() } else { format_bytes(bytes) }
 }
 
+/// Whether limits on locked memory do not apply: `CAP_IPC_LOCK`, capability 14.
+fn may_lock() -> bool {
+    let text = read("/proc/self/status");
+    let line = text.lines().find_map(|l| l.strip_prefix("CapEff:"));
+    let caps = line.and_then(|l| u64::from_str_radix(l.trim(), 16).ok());
+    caps.is_some_and(|c| c & (1 << 14) != 0)
+}
+
 /// Bytes of memory by their name in `/proc/meminfo`.
 fn memory(name: &str) -> u64 {
     let text = read("/proc/meminfo");
@@ -86,6 +94,7 @@ fn machine(config: &Config) -> Vec<Check> {
     let huge =
         pages.contains("[always]") || pages.contains("[within_size]") || pages.contains("[advise]");
     let locked = limit("Max locked memory").unwrap_or(0);
+    let free = may_lock();
     let files = limit("Max open files").unwrap_or(0);
     vec![
         check("memory", format!("{} available", format_bytes(available))).or(
@@ -105,11 +114,12 @@ fn machine(config: &Config) -> Vec<Check> {
                 "shared memory has pages of 4 KiB; as root: echo advise > \
                  /sys/kernel/mm/transparent_hugepage/shmem_enabled",
             ),
-        check("locked memory", shown(locked)).or(
-            locked >= arena,
-            Grade::Advice,
-            "the arena is not registered with io_uring; raise LimitMEMLOCK (ulimit -l)",
-        ),
+        check("locked memory", if free { "no limit (CAP_IPC_LOCK)".into() } else { shown(locked) })
+            .or(
+                free || locked >= arena,
+                Grade::Advice,
+                "the arena is not registered with io_uring; raise LimitMEMLOCK (ulimit -l)",
+            ),
         check("open files", files.to_string()).or(
             files >= 4096,
             Grade::Advice,

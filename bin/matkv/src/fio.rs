@@ -32,9 +32,16 @@ pub fn read_rate(files: &[PathBuf]) -> anyhow::Result<f64> {
 }
 
 fn read_with(files: &[PathBuf], block: &str, depth: u32) -> anyhow::Result<f64> {
-    let names: Vec<String> =
-        files.iter().map(|f| f.display().to_string().replace(':', "\\:")).collect();
+    // fio takes at most 4,096 characters of names: short ones that point to the files.
+    let links = tempfile::tempdir().context("a temporary directory")?;
+    let mut names = Vec::with_capacity(files.len());
+    for (i, file) in files.iter().enumerate() {
+        let target = file.canonicalize().with_context(|| format!("{}", file.display()))?;
+        std::os::unix::fs::symlink(target, links.path().join(i.to_string()))?;
+        names.push(i.to_string());
+    }
     let out = Command::new("fio")
+        .current_dir(links.path())
         .args([
             "--name=chunks",
             "--rw=read",
