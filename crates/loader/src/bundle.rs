@@ -213,6 +213,9 @@ pub(crate) fn import(core: &Core, from: impl Read) -> Result<Imported, String> {
         Ok(done)
     });
     store.withdraw(&ids);
+    if outcome.is_err() {
+        store.collect_garbage(false, false).map_err(text)?;
+    }
     outcome
 }
 

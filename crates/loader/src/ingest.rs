@@ -394,5 +394,12 @@ impl Session<'_> {
             }
             self.send(Event::Document(done));
         }
+        // What the index names may leave again, while this client goes on sending.
+        let announced = std::mem::take(&mut self.announced);
+        let (rest, named): (Vec<_>, Vec<_>) = announced
+            .into_iter()
+            .partition(|id| self.batch.contains(id) || self.is_under_way(id));
+        self.core.store.withdraw(&named);
+        self.announced = rest;
     }
 }

@@ -41,10 +41,20 @@ pub struct ColdOptions {
 pub struct ColdTier {
     objects: Arc<dyn ObjectStore>,
     prefix: Path,
-    runtime: Runtime,
+    /// Taken only when the tier is dropped.
+    runtime: Option<Runtime>,
     deadline: Duration,
     breaker: Breaker,
     url: String,
+}
+
+impl Drop for ColdTier {
+    /// Whoever drops it may be on a thread of another runtime, where nothing may wait.
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
 }
 
 fn cold_error(what: &'static str, reason: impl std::fmt::Display) -> StoreError {
@@ -69,11 +79,15 @@ impl ColdTier {
         Ok(Self {
             objects,
             prefix,
-            runtime,
+            runtime: Some(runtime),
             deadline: options.deadline,
             breaker: Breaker::default(),
             url: options.url.clone(),
         })
+    }
+
+    fn runtime(&self) -> &Runtime {
+        self.runtime.as_ref().expect("there until the tier is dropped")
     }
 
     /// What it is, for status.
@@ -108,7 +122,7 @@ impl ColdTier {
         }
         // The timer needs the runtime when it is made.
         let timed = async { tokio::time::timeout(self.deadline, operation).await };
-        let outcome = self.runtime.block_on(timed);
+        let outcome = self.runtime().block_on(timed);
         self.judge(what, outcome)
     }
 
@@ -201,7 +215,7 @@ impl ColdTier {
         then: impl FnOnce(Result<Vec<u8>>) + Send + 'static,
     ) {
         let (this, names) = (Arc::clone(self), self.names(id));
-        self.runtime.spawn(async move {
+        self.runtime().spawn(async move {
             let fetched = fetch(Arc::clone(&this.objects), names);
             let outcome = tokio::time::timeout(this.deadline, fetched).await;
             let result = this.judge("read", outcome);

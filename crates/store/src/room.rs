@@ -46,14 +46,12 @@ impl Store {
         let before = self.volume.physical_bytes(id);
         self.space.add(physical);
         if let Err(e) = self.volume.write(id, file) {
-            self.space.add(self.volume.physical_bytes(id));
-            self.space.subtract(physical + before);
+            self.space.replace(physical + before, self.volume.physical_bytes(id));
             return Err(e);
         }
         // What was there before has been replaced; what the file system really took counts.
         let after = self.volume.physical_bytes(id);
-        self.space.add(after);
-        self.space.subtract(physical + before);
+        self.space.replace(physical + before, after);
         Ok(Placement {
             encoding: found.encoding,
             bytes: file.len() as u64,

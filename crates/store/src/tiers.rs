@@ -343,11 +343,11 @@ impl Store {
         // What is kept for inspection takes room too; that of a file the index does not name is
         // counted already.
         if self.read()?.chunk(id)?.is_some_and(|r| r.flash.is_some()) {
-            self.space.add(before - after);
+            let kept = before - after;
             if after == 0 {
-                self.lost(id, Tier::Flash, &format!("quarantined: {why}"))?;
+                self.lost_keeping(id, Tier::Flash, &format!("quarantined: {why}"), kept)?;
             } else {
-                self.takes(id, after)?;
+                self.takes(id, after, kept)?;
             }
         }
         Ok(true)
@@ -358,9 +358,17 @@ impl Store {
     /// # Errors
     /// If the index fails.
     pub fn lost(&self, id: &ChunkId, tier: Tier, why: &str) -> Result<()> {
+        self.lost_keeping(id, tier, why, 0)
+    }
+
+    /// The same, with bytes on flash that are kept aside.
+    fn lost_keeping(&self, id: &ChunkId, tier: Tier, why: &str, kept: u64) -> Result<()> {
         let mut txn = self.write()?;
         let before = txn.chunk(id)?.and_then(|r| r.placement(tier).map(|p| p.physical));
-        let Some(before) = before else { return Ok(()) };
+        let Some(before) = before else {
+            self.space.add(kept);
+            return Ok(());
+        };
         let departure = Departure { tier, at: unix_seconds(), why: why.to_owned() };
         if tier == Tier::Cold {
             // Otherwise it would be taken for the next writer's.
@@ -369,7 +377,7 @@ impl Store {
         txn.place(id, tier, None, Some(departure))?;
         txn.commit()?;
         match tier {
-            Tier::Flash => self.space.subtract(before),
+            Tier::Flash => self.space.replace(before, kept),
             Tier::Cold => self.sweep_cold(),
         }
         Ok(())
@@ -387,19 +395,18 @@ impl Store {
             return Err(StoreError::Refused(format!("chunk {id} has left flash")));
         }
         self.volume.write_copy(id, copy, &bytes[..found.file_len()])?;
-        self.takes(id, self.volume.physical_bytes(id))
+        self.takes(id, self.volume.physical_bytes(id), 0)
     }
 
-    /// A chunk's files on flash take so many bytes now.
-    fn takes(&self, id: &ChunkId, physical: u64) -> Result<()> {
+    /// A chunk's files on flash take so many bytes now, and so many are kept aside.
+    fn takes(&self, id: &ChunkId, physical: u64, kept: u64) -> Result<()> {
         let mut txn = self.write()?;
         let Some(mut record) = txn.chunk(id)? else { return Ok(()) };
         let Some(placement) = &mut record.flash else { return Ok(()) };
         let before = std::mem::replace(&mut placement.physical, physical);
         txn.save_chunk(id, &record)?;
         txn.commit()?;
-        self.space.add(physical);
-        self.space.subtract(before);
+        self.space.replace(before, physical + kept);
         Ok(())
     }
 
