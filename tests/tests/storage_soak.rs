@@ -3,6 +3,7 @@
 //! acknowledged stays, every answer is the first one again, and nothing is left behind.
 
 #[path = "storage/common.rs"]
+#[expect(dead_code, reason = "shared with the tests of one thing at a time, which use all of it")]
 mod common;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,17 +19,19 @@ use common::{
 use matkv_api::Client;
 use matkv_api::v1::ingest_event::Event;
 use matkv_api::v1::{DeleteDocumentRequest, GetStatusRequest};
-use matkv_tests::{Ingest, Reply, Server, ask, chunk_files, signal, text, until};
+use matkv_tests::{DEADLINE, Ingest, Reply, Server, ask, chunk_files, signal, text, until};
 use tokio::task::JoinHandle;
 use tonic::{Code, Status};
 
 /// As many documents as are kept; some of their chunks fit on flash.
 const DOCUMENTS_MAX: usize = 24;
-const DOCUMENTS_MIN: usize = 8;
+const DOCUMENTS_MIN: usize = 6;
 
+/// Seven chunks.
+const CAPACITY: u64 = 6 << 20;
 const SETTINGS: [&str; 7] = [
     "arena.size=32MiB",
-    "storage.capacity=10MiB",
+    "storage.capacity=6MiB",
     "storage.reserve=0",
     "storage.high_watermark=0.7",
     "storage.low_watermark=0.5",
@@ -60,6 +63,14 @@ struct Books {
     unsure: BTreeSet<String>,
     /// Chunks of answers, by where they came from.
     sources: BTreeMap<String, u64>,
+}
+
+impl Books {
+    /// A document is about to be deleted.
+    fn give_up(&mut self, name: &str) {
+        self.known.remove(name);
+        self.unsure.insert(name.to_owned());
+    }
 }
 
 #[derive(Debug, Default)]
@@ -207,15 +218,12 @@ impl Soak {
     async fn delete(&self) {
         let mut dice = Dice(77);
         while self.goes_on() {
-            tokio::time::sleep(Duration::from_millis(700)).await;
+            tokio::time::sleep(Duration::from_millis(900)).await;
             if self.books().known.len() <= DOCUMENTS_MIN {
                 continue;
             }
             let Some(name) = self.some_document(&mut dice) else { continue };
-            let mut books = self.books();
-            books.known.remove(&name);
-            books.unsure.insert(name.clone());
-            drop(books);
+            self.books().give_up(&name);
             let request = DeleteDocumentRequest { document_id: name.clone() };
             let deleted = match self.client().await {
                 Ok(mut client) => client.delete_document(request).await,
@@ -252,29 +260,24 @@ impl Soak {
     /// What must hold at every moment.
     async fn watch(&self) {
         while self.goes_on() {
-            tokio::time::sleep(Duration::from_millis(50)).await;
-            let found = physical(&self.store);
-            assert!(found <= 10 << 20, "{found} bytes are on the device");
+            tokio::time::sleep(Duration::from_millis(100)).await;
+            let found = physical(&self.store, CAPACITY);
+            assert!(found <= CAPACITY, "{found} bytes are on the device");
             let Ok(mut client) = self.client().await else { continue };
             let Ok(status) = client.get_status(GetStatusRequest {}).await else { continue };
             let s = status.into_inner();
-            assert_eq!(s.flash_capacity, 10 << 20);
+            assert_eq!(s.flash_capacity, CAPACITY);
             assert!(s.flash_used_bytes <= s.flash_capacity, "{} bytes", s.flash_used_bytes);
         }
     }
 
-    fn print(&self, seconds: u64) {
-        let books = self.books();
-        println!("{seconds} s: {:?}, chunks from {:?}", self.counts, books.sources);
+    /// Whether everything has happened that this is about.
+    fn has_done_everything(&self) -> bool {
         let c = &self.counts;
         let done = [&c.ingested, &c.asked, &c.deleted, &c.killed, &c.flipped, &c.full];
-        assert!(done.iter().all(|n| n.load(Ordering::SeqCst) > 0), "something was not done");
-        let seen = |source: &str| books.sources.contains_key(source);
-        assert!(
-            ["flash", "cold", "computed", "arena"].into_iter().all(seen),
-            "{:?}",
-            books.sources
-        );
+        let seen = ["flash", "cold", "computed", "arena"];
+        done.iter().all(|n| n.load(Ordering::SeqCst) > 0)
+            && seen.iter().all(|source| self.books().sources.contains_key(*source))
     }
 }
 
@@ -329,7 +332,9 @@ async fn disturb(server: &mut Server, soak: &Soak, seconds: u64, workers: &[Join
     let memory = shared_memory(&names);
     let mut next = Instant::now() + between;
     let mut device = Device { full: false, refused: 0, next: Instant::now() };
-    while Instant::now() < end && !workers.iter().any(JoinHandle::is_finished) {
+    // On a machine that is busy with other things, a little longer.
+    let more = || !soak.has_done_everything() && Instant::now() < end + DEADLINE;
+    while (Instant::now() < end || more()) && !workers.iter().any(JoinHandle::is_finished) {
         tokio::time::sleep(Duration::from_millis(50)).await;
         device.step(server, soak);
         if Instant::now() < next {
@@ -365,7 +370,8 @@ async fn everything_at_once() {
     });
     run(&mut server, &soak, seconds).await;
     settled(&server, &soak).await;
-    soak.print(seconds);
+    println!("{seconds} s: {:?}, chunks from {:?}", soak.counts, soak.books().sources);
+    assert!(soak.has_done_everything(), "something was not done");
     // Once more, from what is on the devices.
     let home = server.stop().await;
     let cold = url(&home);
@@ -406,11 +412,12 @@ async fn settled(server: &Server, soak: &Soak) {
     let run = |a: &[&str]| server.matkv(a);
     // What is bad is found and set aside, or healed; then there is nothing bad.
     let (code, found) = with_json(&run, &["chunks", "verify"]);
-    assert!(matches!(code, Some(0 | 1)), "{found}");
+    let bad = found.as_array().map_or(0, |c| c.iter().filter(|c| c["error"] != "").count());
+    println!("{bad} bad copies found at the end");
+    assert_eq!(code, Some(i32::from(bad > 0)), "{found}");
     until("no bad copy is left", async || {
         let (code, found) = with_json(&run, &["chunks", "verify"]);
-        println!("{} copies verified, exit {code:?}", found.as_array().map_or(0, Vec::len));
-        (code == Some(0)).then_some(())
+        (code == Some(0) && found.as_array().is_some_and(|c| !c.is_empty())).then_some(())
     })
     .await;
     all_there(server, soak).await;
