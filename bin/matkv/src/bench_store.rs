@@ -98,42 +98,58 @@ pub async fn load(resolved: &Resolved, o: &LoadOptions) -> anyhow::Result<Vec<Fi
     let options = engine(&resolved.config);
     let mut figures = Vec::new();
     for (label, count) in [("4x1024_", 4), ("", o.chunks)] {
-        let mut samples: Vec<[Vec<f64>; 3]> = vec![Default::default(); benches.len()];
+        let mut rounds: Vec<Vec<Round>> = benches.iter().map(|_| Vec::new()).collect();
         for round in 0..=o.rounds {
-            for ((_, bench), samples) in benches.iter().zip(&mut samples) {
+            for ((_, bench), rounds) in benches.iter().zip(&mut rounds) {
                 let files = bench.files(count);
                 for file in &files {
                     matkv_loader_core::process::evict_page_cache(file)?;
                 }
-                let rate = fio::best_read_rate(&files)?;
+                let fio = fio::read_rates(&files)?;
                 let spent = own(bench.load(count, options, threads, None))?;
                 let decode = own(bench.decode(count, threads))?;
+                let bytes = bench.stored_bytes(count) as f64;
+                // The first round warms up.
                 if round > 0 {
-                    let bytes = bench.stored_bytes(count) as f64;
-                    let bound = (bytes / rate).max(decode);
-                    samples[0].push(bytes / spent / 1e9);
-                    samples[1].push(bytes / spent / rate);
-                    samples[2].push(bound / spent);
+                    rounds.push(Round { fio, spent, decode, bytes });
                 }
             }
         }
-        for ((name, _), s) in benches.iter().zip(&samples) {
-            let rate = format!("load_{label}{name}");
-            figures.push(Figure::median(rate, &s[0], "GB/s"));
-            match *name {
-                "none" | "int8" => {
-                    let figure = format!("load_{label}{name}_over_fio");
-                    figures.push(Figure::median(figure, &s[1], "ratio"));
-                }
-                _ => {
-                    let figure = format!("load_{label}{name}_over_bound");
-                    figures.push(Figure::median(figure, &s[2], "ratio"));
-                }
-            }
+        for ((name, _), rounds) in benches.iter().zip(&rounds) {
+            figures.extend(of_rounds(&format!("load_{label}{name}"), name, rounds));
         }
     }
     figures.push(own(stripe(&store, work.path(), threads, options))?);
     Ok(figures)
+}
+
+/// One load, and what bounds it.
+struct Round {
+    /// fio's rates on the same files, one for each way of reading.
+    fio: Vec<f64>,
+    spent: f64,
+    decode: f64,
+    bytes: f64,
+}
+
+/// Rate, and ratio to what bounds it. fio's way of reading is the one with the best median.
+fn of_rounds(prefix: &str, name: &str, rounds: &[Round]) -> Vec<Figure> {
+    let ways = rounds.first().map_or(0, |r| r.fio.len());
+    let median = |way: usize| {
+        let rates: Vec<f64> = rounds.iter().map(|r| r.fio[way]).collect();
+        crate::demo::median(rates)
+    };
+    let best = (0..ways).max_by(|a, b| median(*a).total_cmp(&median(*b))).unwrap_or(0);
+    let each = |f: &dyn Fn(&Round) -> f64| rounds.iter().map(f).collect::<Vec<f64>>();
+    let rate = each(&|r| r.bytes / r.spent / 1e9);
+    let (label, ratio) = match name {
+        "none" | "int8" => ("over_fio", each(&|r| r.bytes / r.spent / r.fio[best])),
+        _ => ("over_bound", each(&|r| (r.bytes / r.fio[best]).max(r.decode) / r.spent)),
+    };
+    vec![
+        Figure::median(prefix, &rate, "GB/s"),
+        Figure::median(format!("{prefix}_{label}"), &ratio, "ratio"),
+    ]
 }
 
 /// One, and two devices of a tenth of a GB/s each, as slow ones are made of this one.

@@ -13,17 +13,16 @@ pub fn is_installed() -> bool {
 
 /// Bytes per second of reading one file.
 pub fn probe_rate(file: &std::path::Path) -> anyhow::Result<f64> {
-    best_read_rate(&[file.to_owned()])
+    let rates = read_rates(&[file.to_owned()])?;
+    Ok(rates.into_iter().fold(0.0, f64::max))
 }
 
-/// Bytes per second of reading the files once, in the fastest of a few ways: O_DIRECT, io_uring,
-/// 512 KiB to 2 MiB, depth 16 and 32.
-pub fn best_read_rate(files: &[PathBuf]) -> anyhow::Result<f64> {
-    let mut best = 0.0f64;
-    for (block, depth) in [("512k", 32), ("1M", 16), ("1M", 32), ("2M", 16)] {
-        best = best.max(read_with(files, block, depth)?);
-    }
-    Ok(best)
+/// Ways of reading: block size and depth.
+const WAYS: [(&str, u32); 4] = [("512k", 32), ("1M", 16), ("1M", 32), ("2M", 16)];
+
+/// Bytes per second of reading the files once, O_DIRECT and io_uring, in each of a few ways.
+pub fn read_rates(files: &[PathBuf]) -> anyhow::Result<Vec<f64>> {
+    WAYS.iter().map(|(block, depth)| read_with(files, block, *depth)).collect()
 }
 
 /// Bytes per second of reading the files once: O_DIRECT, 1 MiB, io_uring, depth 32.

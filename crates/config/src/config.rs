@@ -148,8 +148,15 @@ pub struct Config {
     pub log: String,
 }
 
-impl Default for Config {
-    fn default() -> Self {
+/// Directories by the XDG base directory rules.
+struct Places {
+    cache_dir: PathBuf,
+    store_dir: PathBuf,
+    runtime_dir: PathBuf,
+}
+
+impl Places {
+    fn of_this_user() -> Self {
         let home = PathBuf::from(std::env::var_os("HOME").unwrap_or_else(|| "/tmp".into()));
         let dir = |variable: &str, fallback: &str| {
             std::env::var_os(variable)
@@ -159,11 +166,22 @@ impl Default for Config {
         let data = dir("XDG_DATA_HOME", ".local/share").join("matkv");
         let runtime = std::env::var_os("XDG_RUNTIME_DIR").filter(|v| !v.is_empty());
         Self {
-            model: "smollm2-135m".into(),
             cache_dir: dir("XDG_CACHE_HOME", ".cache").join("matkv"),
             store_dir: data.join("store"),
             runtime_dir: runtime
                 .map_or_else(|| data.join("run"), |r| PathBuf::from(r).join("matkv")),
+        }
+    }
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        let Places { cache_dir, store_dir, runtime_dir } = Places::of_this_user();
+        Self {
+            model: "smollm2-135m".into(),
+            cache_dir,
+            store_dir,
+            runtime_dir,
             tcp: String::new(),
             system: "You are a helpful assistant. Answer the question from the documents.".into(),
             introduction: "Documents:\n".into(),

@@ -7,6 +7,7 @@ use matkv_format::{ChunkFile, Superblock};
 use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
 use matkv_sys::{Region, SlotMut};
 use matkv_types::{ChunkId, Digest, KvDtype, KvLayout};
+use rayon::prelude::*;
 
 use crate::arena::{Arena, ChunkSlot, FillingSlot};
 use crate::core::Core;
@@ -143,6 +144,22 @@ impl Compilation {
         let found = ChunkFile::encode(rows, &mut image, &expect, dtype).map_err(text)?;
         Ok((found, Some(image)))
     }
+}
+
+/// [`restore`] with the layers shared out over a pool: also one chunk uses all its threads.
+pub(crate) fn restore_in(
+    pool: &rayon::ThreadPool,
+    file: &[u8],
+    found: &Superblock,
+    kv: &mut [u8],
+) -> Result<(), String> {
+    let form = found.encoding.in_arena().dtype;
+    let stride = KvLayout::new(found.shape, form, found.rows).layer_stride();
+    pool.install(|| {
+        kv.par_chunks_exact_mut(stride).enumerate().try_for_each(|(i, layer)| {
+            ChunkFile::restore_layer(file, found, i, layer).map_err(|e| e.to_string())
+        })
+    })
 }
 
 /// Writes all layers of a verified file in their arena form.

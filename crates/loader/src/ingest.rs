@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, select_biased};
 use matkv_api::v1::{DocumentDone, IngestEvent, IngestSummary, Progress, ingest_event::Event};
 use matkv_format::ChunkFile;
-use matkv_store::{DocumentRecord, Placement, unix_seconds};
+use matkv_store::{DocumentRecord, Placement, StoreError, unix_seconds};
 use matkv_sys::{CrashPoint, crash_point};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, ContentId};
@@ -337,7 +337,7 @@ impl Session<'_> {
             let compute_ms = chunk.compute_ms;
             // Its memory is free while the file goes to the device.
             drop(chunk);
-            let placement = self.core.store.write_file(&id, &file).map_err(|e| e.to_string())?;
+            let placement = self.place(&id, &file)?;
             crash_point(CrashPoint::IngestWritten);
             self.durable(id, Arc::clone(&tokens), placement, compute_ms)?;
             Ok(placement.physical)
@@ -364,6 +364,20 @@ impl Session<'_> {
             }
         }
         self.report();
+    }
+
+    /// Writes a chunk's file. What has been committed may leave for it, what has not may not: so
+    /// before a chunk is refused, what is ready is committed.
+    fn place(&mut self, id: &ChunkId, file: &[u8]) -> Result<Placement, String> {
+        let store = &self.core.store;
+        let outcome = match store.write_file(id, file) {
+            Err(StoreError::Full { .. } | StoreError::NoSpace { .. }) => {
+                self.commit_ready(true);
+                store.write_file(id, file)
+            }
+            outcome => outcome,
+        };
+        outcome.map_err(|e| e.to_string())
     }
 
     /// Progress is only news: where the client has not read the last, the next will do.
@@ -396,9 +410,8 @@ impl Session<'_> {
         }
         // What the index names may leave again, while this client goes on sending.
         let announced = std::mem::take(&mut self.announced);
-        let (rest, named): (Vec<_>, Vec<_>) = announced
-            .into_iter()
-            .partition(|id| self.batch.contains(id) || self.is_under_way(id));
+        let (rest, named): (Vec<_>, Vec<_>) =
+            announced.into_iter().partition(|id| self.batch.contains(id) || self.is_under_way(id));
         self.core.store.withdraw(&named);
         self.announced = rest;
     }

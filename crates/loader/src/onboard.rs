@@ -17,8 +17,9 @@ use matkv_telemetry::names;
 use matkv_types::{ChunkId, PAGE_BYTES};
 
 use crate::chunk_spec::ChunkSpec;
-use crate::compile::restore;
+use crate::compile::restore_in;
 use crate::core::Core;
+use crate::error::LoaderError;
 use crate::flash::Unusable;
 use crate::keeper::KeeperMessage;
 use crate::rates::{Kind, Rates};
@@ -98,6 +99,8 @@ pub(crate) struct Onboarding {
     fetched: Sender<Fetched>,
     loaded: Sender<Loaded>,
     keeper: Sender<KeeperMessage>,
+    /// Where layers are decoded.
+    pool: rayon::ThreadPool,
 }
 
 /// What the worker threads hear.
@@ -114,9 +117,15 @@ impl Onboarding {
         fetched: Sender<Fetched>,
         loaded: Sender<Loaded>,
         keeper: Sender<KeeperMessage>,
-    ) -> Self {
+        threads: usize,
+    ) -> Result<Self, LoaderError> {
         let pending = Mutex::default();
-        Self { shelf, engine, pending, fetched, loaded, keeper }
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(threads)
+            .thread_name(|i| format!("decode-{i}"))
+            .build()
+            .map_err(|e| LoaderError::Setup(e.to_string()))?;
+        Ok(Self { shelf, engine, pending, fetched, loaded, keeper, pool })
     }
 
     fn pending(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Pending>> {
@@ -244,7 +253,7 @@ impl Onboarding {
         let started = Instant::now();
         let form = found.encoding.in_arena().dtype;
         let kv = ChunkFile::kv_range(found.shape, form, found.rows);
-        restore(file, &found, &mut slot[kv]).map_err(Unusable::Damaged)?;
+        restore_in(&self.pool, file, &found, &mut slot[kv]).map_err(Unusable::Damaged)?;
         self.shelf.rates().measured(Kind::Decode, found.file_len() as u64, started.elapsed());
         Ok(found)
     }

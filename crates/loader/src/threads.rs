@@ -178,7 +178,8 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         compiled: compiled.0,
     };
     let shelf = Arc::clone(core);
-    let onboarding = Onboarding::new(shelf, engine, fetched.0, loaded.0, keeper.0);
+    let decoders = Config::threads(config.io_threads);
+    let onboarding = Onboarding::new(shelf, engine, fetched.0, loaded.0, keeper.0, decoders)?;
     let onboarding = Arc::new(onboarding);
     let onboard = OnboardInlets { reads: reads.1, fetched: fetched.1 };
     let channels = LoadChannels { messages: load.1, loaded: loaded.1, compiled: compiled.1 };

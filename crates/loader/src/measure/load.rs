@@ -180,7 +180,8 @@ impl Bench {
             }
         };
         let shelf: Arc<dyn Shelf> = Arc::clone(&self.shelf) as _;
-        let onboarding = Onboarding::new(shelf, engine, fetched, loaded, keeper);
+        let onboarding =
+            Onboarding::new(shelf, engine, fetched, loaded, keeper, threads).map_err(text)?;
         let inlets = OnboardInlets { reads: read, fetched: fetch };
         let (stop, stopped) = bounded::<()>(0);
         let spent = std::thread::scope(|scope| {
