@@ -102,11 +102,15 @@ pub async fn load(resolved: &Resolved, o: &LoadOptions) -> anyhow::Result<Vec<Fi
         for round in 0..=o.rounds {
             for ((_, bench), rounds) in benches.iter().zip(&mut rounds) {
                 let files = bench.files(count);
-                for file in &files {
-                    matkv_loader_core::process::evict_page_cache(file)?;
-                }
-                let fio = fio::read_rates(&files)?;
-                let spent = own(bench.load(count, options, threads, None))?;
+                // In turn first and second: a device may know what was read before.
+                let load = || own(bench.load(count, options, threads, None));
+                let (fio, spent) = if round % 2 == 0 {
+                    let fio = fio::read_rates(&files)?;
+                    (fio, load()?)
+                } else {
+                    let spent = load()?;
+                    (fio::read_rates(&files)?, spent)
+                };
                 let decode = own(bench.decode(count, threads))?;
                 let bytes = bench.stored_bytes(count) as f64;
                 // The first round warms up.

@@ -18,7 +18,7 @@ pub fn probe_rate(file: &std::path::Path) -> anyhow::Result<f64> {
 }
 
 /// Ways of reading: block size and depth.
-const WAYS: [(&str, u32); 4] = [("512k", 32), ("1M", 16), ("1M", 32), ("2M", 16)];
+const WAYS: [(&str, u32); 3] = [("512k", 32), ("1M", 32), ("2M", 16)];
 
 /// Bytes per second of reading the files once, O_DIRECT and io_uring, in each of a few ways.
 pub fn read_rates(files: &[PathBuf]) -> anyhow::Result<Vec<f64>> {
