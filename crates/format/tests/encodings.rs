@@ -162,6 +162,23 @@ fn every_encoding_restores_what_it_promises() {
     }
 }
 
+/// Files of every row type as the first build that knew it wrote them.
+#[test]
+fn golden_files_of_every_row_type() {
+    let dir = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/v1");
+    let rows = rows(11, 20);
+    for dtype in KvDtype::AT_REST {
+        let (image, _) = encode(&rows, dtype);
+        let path = format!("{dir}/{dtype}.kv");
+        if std::env::var_os("MATKV_WRITE_GOLDEN").is_some() {
+            std::fs::write(&path, &image).unwrap();
+        }
+        let golden = std::fs::read(&path).unwrap();
+        assert!(golden == image, "this build writes {dtype} otherwise");
+        assert!(ChunkFile::verify(&golden, &expect(&rows.tokens)).is_ok());
+    }
+}
+
 #[test]
 fn transcoding_is_encoding_anew() {
     let rows = rows(3, 100);
