@@ -25,6 +25,9 @@ const VERSION: u32 = 1;
 /// A table of a million chunks has about 100 MiB.
 const TABLE_BYTES_MAX: u64 = 1 << 30;
 
+/// Far above any chunk's file.
+const FILE_BYTES_MAX: u64 = 8 << 30;
+
 #[derive(Serialize, Deserialize)]
 struct Table {
     identity: Identity,
@@ -227,6 +230,9 @@ fn import_chunks(
     let store = &core.store;
     let (mut batch, mut done) = (Batch::default(), Imported::default());
     for entry in &table.chunks {
+        if entry.bytes > FILE_BYTES_MAX {
+            return Err(format!("chunk {} of the bundle has {} bytes", entry.id, entry.bytes));
+        }
         let mut file = Vec::new();
         from.by_ref().take(entry.bytes).read_to_end(&mut file).map_err(text)?;
         let fault = |e: String| format!("chunk {} of the bundle: {e}", entry.id);

@@ -410,8 +410,11 @@ impl Session<'_> {
         }
         // What the index names may leave again, while this client goes on sending.
         let announced = std::mem::take(&mut self.announced);
-        let (rest, named): (Vec<_>, Vec<_>) =
-            announced.into_iter().partition(|id| self.batch.contains(id) || self.is_under_way(id));
+        let (rest, named): (Vec<_>, Vec<_>) = announced.into_iter().partition(|id| {
+            // Also the one that is being placed just now.
+            let wanted = self.open.iter().any(|d| d.missing.contains(id));
+            wanted || self.batch.contains(id) || self.is_under_way(id)
+        });
         self.core.store.withdraw(&named);
         self.announced = rest;
     }

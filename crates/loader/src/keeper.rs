@@ -130,7 +130,8 @@ impl Keeper<'_> {
             }
             KeeperMessage::Loaded { id, tier, ms } => {
                 store.measured_load(&id, ms);
-                if tier == Tier::Cold {
+                let known = self.promotions.contains(&id) || self.promotions.len() >= NOTES_MAX;
+                if tier == Tier::Cold && !known {
                     self.promotions.push(id);
                 }
                 Ok(())
@@ -168,6 +169,8 @@ impl Keeper<'_> {
         let now = Instant::now();
         if now >= self.next_flush {
             self.report(self.core.store.flush_heat());
+            // What deletions have left on the list.
+            self.report(self.core.store.forget_gone());
             self.next_flush = now + FLUSH;
         }
         self.core.store.sweep_cold();
@@ -220,7 +223,8 @@ impl Keeper<'_> {
         if Instant::now() < self.next_pass {
             return;
         }
-        while self.scrub.allows() && !self.is_stopped() {
+        let end = Instant::now() + ROUND;
+        while self.scrub.allows() && !self.is_stopped() && Instant::now() < end {
             // One chunk, or some that are nowhere.
             match self.core.store.scrub(self.cursor, 1) {
                 Ok((next, report)) => {

@@ -161,7 +161,7 @@ impl<W: World> Load<W> {
     /// Whether it must be looked at now and then: somebody waits for memory, and may have gone
     /// away meanwhile, or a load may take too long.
     pub fn needs_looks(&self) -> bool {
-        !self.waiting.is_empty() || !self.reads.is_empty()
+        !self.waiting.is_empty() || !self.reads.is_empty() || !self.abandoned.is_empty()
     }
 
     /// What is around it.

@@ -87,6 +87,12 @@ impl World for Process {
         self.onboarding.start(job)
     }
 
+    fn in_time(&mut self, found: Found) {
+        if found.tier == Tier::Flash {
+            self.flash_breaker.succeeded();
+        }
+    }
+
     fn late(&mut self, id: &ChunkId, found: Found) {
         let reason = format!("loads of {} take longer than io.deadline", found.tier);
         let now = Instant::now();

@@ -8,7 +8,7 @@ use matkv_store::{Identity, RebuildReport, StoreError};
 use matkv_model::{Message, PromptTexts, Role};
 pub use matkv_store::Store;
 use matkv_store::{DocumentRecord, NewChunk, Placement};
-use matkv_sys::{EngineKind, EngineOptions};
+use matkv_sys::{EngineKind, EngineOptions, FileLock};
 use matkv_types::{ChunkId, ContentId, Encoding};
 
 use crate::error::LoaderError;
@@ -23,7 +23,11 @@ const VECTORS_MAX: usize = 1024;
 /// # Errors
 /// If a loader has the store open, or there is no such identity.
 pub fn open(config: &Config, fingerprint: Option<&str>) -> Result<Store, LoaderError> {
-    let options = store_options(config)?;
+    Ok(Store::open(store_options(config)?, choose(config, fingerprint)?)?)
+}
+
+/// Which of the identities in the store's directory is meant.
+fn choose(config: &Config, fingerprint: Option<&str>) -> Result<Identity, LoaderError> {
     let none = || {
         let dir = config.store_dir.display();
         LoaderError::Setup(format!("there is no store in {dir}; ingest something first"))
@@ -42,7 +46,7 @@ pub fn open(config: &Config, fingerprint: Option<&str>) -> Result<Store, LoaderE
         }
     }
     match found.as_slice() {
-        [identity] => Ok(Store::open(options, identity.clone())?),
+        [identity] => Ok(identity.clone()),
         [] => Err(none()),
         several => {
             let list: Vec<String> =
@@ -70,13 +74,18 @@ pub fn rebuild_index(
     let directory = embedder_path.parent().unwrap_or(std::path::Path::new("."));
     let embedder = Embedder::open(directory)?;
     let model = LanguageModel::load(ModelHeader::read(&path)?, Some(&config.cache_dir))?;
-    // Opening says whether somebody else has it, and which identity it is.
-    let identity = open(config, fingerprint)?.identity().clone();
+    // The index may be beyond opening: that is what this is for.
+    let identity = choose(config, fingerprint)?;
+    let lock = FileLock::acquire(&config.store_dir.join("LOCK"))?;
     let dir = config.store_dir.join(identity.directory());
     let old = (0..).map(|n| dir.join(format!("index.old-{n}"))).find(|p| !p.exists());
     if let Some(old) = old {
-        std::fs::rename(dir.join("index"), &old).map_err(|e| setup(&e))?;
+        match std::fs::rename(dir.join("index"), &old) {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(setup(&e)),
+            _ => {}
+        }
     }
+    drop(lock);
     let store = Store::open(store_options(config)?, identity)?;
     let index = HannoyIndex::open(&store)?;
     let mut vectors: Vec<(u32, Vec<f32>)> = Vec::new();

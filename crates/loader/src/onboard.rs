@@ -207,7 +207,13 @@ impl Onboarding {
         });
         match slot {
             None => {
-                let outcome = read.and_then(|()| self.verify(&task, &done.target));
+                let outcome = read.and_then(|()| self.verify(&task, &done.target)).and_then(|f| {
+                    // Straight into the slot: only the arena form may be used as it is.
+                    if f.encoding.is_arena_form() {
+                        return Ok(f);
+                    }
+                    Err(Unusable::Unreadable(format!("it is {} by now", f.encoding)))
+                });
                 self.finish(task, done.target, outcome);
             }
             Some(mut slot) => {

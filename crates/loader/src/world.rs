@@ -83,6 +83,9 @@ pub trait World {
     /// to read. Never waits for a device.
     fn load(&mut self, job: LoadJob) -> Result<(), (SlotMut, Unusable)>;
 
+    /// A load ended well.
+    fn in_time(&mut self, found: Found);
+
     /// A load took too long: the next ones of this tier may be worth less.
     fn late(&mut self, id: &ChunkId, found: Found);
 

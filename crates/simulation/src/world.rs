@@ -144,6 +144,8 @@ impl World for SimWorld {
         Ok(())
     }
 
+    fn in_time(&mut self, _found: Found) {}
+
     fn late(&mut self, _id: &ChunkId, _found: Found) {
         self.late += 1;
     }

@@ -61,9 +61,10 @@ impl Store {
     /// # Errors
     /// If there is no such chunk or the index fails.
     pub fn remove_from(&self, id: &ChunkId, tiers: &[Tier], why: &str) -> Result<u64> {
-        let record = self.known(id)?;
         let mut freed = 0;
         let mut txn = self.write()?;
+        let record = txn.chunk(id)?;
+        let record = record.ok_or_else(|| StoreError::Refused(format!("no chunk {id}")))?;
         for tier in tiers {
             let Some(placement) = record.placement(*tier) else { continue };
             freed += placement.physical;
@@ -72,7 +73,7 @@ impl Store {
             txn.place(id, *tier, None, Some(departure))?;
         }
         txn.commit()?;
-        if tiers.contains(&Tier::Flash) {
+        if tiers.contains(&Tier::Flash) && record.flash.is_some() {
             self.drop_files(&[(*id, record.flash.map_or(0, |p| p.physical))]);
         }
         if tiers.contains(&Tier::Cold) && record.cold.is_some() {
@@ -87,7 +88,7 @@ impl Store {
     /// # Errors
     /// The system's reason, or if the index fails.
     pub fn collect_garbage(&self, quarantine: bool, stale: bool) -> Result<GcReport> {
-        let mut report = GcReport { orphans: self.remove_pending(None)?, ..GcReport::default() };
+        let mut report = GcReport { orphans: self.remove_pending()?, ..GcReport::default() };
         if quarantine {
             let (files, bytes) = self.volume.empty_quarantine()?;
             report.quarantined = (files as u64, bytes);

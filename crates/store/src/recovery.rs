@@ -7,7 +7,7 @@ use std::sync::{MutexGuard, PoisonError};
 use matkv_format::{ChunkFile, Superblock};
 use matkv_types::ChunkId;
 
-use crate::error::Result;
+use crate::error::{Result, StoreError};
 use crate::identity::RECONCILE;
 use crate::records::{Placement, Tier};
 use crate::store::{NewChunk, Store};
@@ -29,6 +29,22 @@ pub struct ScrubReport {
     pub healed: u64,
     /// Chunks that had outlived their time.
     pub expired: u64,
+}
+
+/// Whether an error says that a file is wrong or gone, and not that it could not be looked at.
+pub(crate) fn is_damage(error: &StoreError) -> bool {
+    use std::io::ErrorKind;
+    match error {
+        StoreError::Format(_) => true,
+        StoreError::File { source, .. } => matches!(
+            source.kind(),
+            ErrorKind::NotFound
+                | ErrorKind::UnexpectedEof
+                | ErrorKind::InvalidData
+                | ErrorKind::InvalidInput
+        ),
+        _ => false,
+    }
 }
 
 /// What a rebuild has found.
@@ -91,7 +107,7 @@ impl Store {
             return Ok(());
         }
         tracing::info!("flash holds more than storage.capacity; evicting");
-        self.remove_pending(None)?;
+        self.remove_pending()?;
         while self.space.exceeds(0) {
             if !self.remove_stale()? {
                 break;
@@ -161,7 +177,9 @@ impl Store {
         for copy in 0..self.volume.copies() {
             match self.read_verified(id, Tier::Flash, copy) {
                 Ok(_) => good = true,
-                Err(e) => bad.push((copy, e.to_string())),
+                Err(e) if is_damage(&e) => bad.push((copy, e.to_string())),
+                // Nothing is known about the copy: it stays.
+                Err(e) => tracing::warn!("chunk {id}: {e}"),
             }
         }
         // It may have been evicted or deleted while it was read.

@@ -89,7 +89,15 @@ impl Store {
         if !self.lacks(more)? {
             return Ok(());
         }
-        self.remove_pending(Some(for_))?;
+        if let Some(quota) = self.options.quota {
+            let cold = self.read()?.totals()?.cold_bytes;
+            if cold + more > quota {
+                // Nothing that leaves flash could help.
+                let (tier, used) = (Tier::Flash, self.space.used() + cold);
+                return Err(StoreError::Full { tier, used, capacity: quota, key: "tenant.quota" });
+            }
+        }
+        self.remove_pending_now(Some(for_))?;
         while self.lacks(more)? {
             if !self.remove_stale()? {
                 break;
@@ -184,7 +192,12 @@ impl Store {
             return;
         }
         let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
-        self.drop_files_now(ids);
+        // What is not listed any more was removed, and its count with it, by whoever needed room.
+        let Ok(read) = self.read() else { return };
+        let listed = |id: &ChunkId| read.is_pending(id).unwrap_or(false);
+        let ids: Vec<_> = ids.iter().copied().filter(|(id, _)| listed(id)).collect();
+        drop(read);
+        self.drop_files_now(&ids);
     }
 
     /// The same for those who are placing a file.
@@ -192,8 +205,8 @@ impl Store {
         for (id, counted) in ids {
             // Somebody is bringing it back, or has: the new file takes the place, and the count, of
             // the old.
-            let record = self.read().and_then(|r| r.chunk(id));
-            let back = record.is_ok_and(|r| r.is_some_and(|r| r.flash.is_some()));
+            let Ok(record) = self.read().and_then(|r| r.chunk(id)) else { continue };
+            let back = record.is_some_and(|r| r.flash.is_some());
             if back || self.announced().contains_key(id) {
                 continue;
             }
@@ -218,6 +231,10 @@ impl Store {
                     && let Err(e) = cold.remove(&id)
                 {
                     tracing::debug!("cold chunk {id}: {e}");
+                    if cold.breaker().allows(std::time::Instant::now()) {
+                        // It alone cannot be removed.
+                        continue;
+                    }
                     break;
                 }
                 gone.push(id);
@@ -236,9 +253,37 @@ impl Store {
         }
     }
 
-    /// Removes files that no index entry names, but not those of an ingest that is under way, nor
-    /// `except`. Returns files and bytes.
-    pub(crate) fn remove_pending(&self, except: Option<&ChunkId>) -> Result<(u64, u64)> {
+    /// Takes chunks off the list of pending ones that have no file and await none.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn forget_gone(&self) -> Result<()> {
+        let listed = self.read()?.pending()?;
+        if listed.iter().all(|id| self.volume.exists(id)) {
+            return Ok(());
+        }
+        // Inside a change, so that nobody announces one of them meanwhile.
+        let mut txn = self.write()?;
+        for id in &listed {
+            if !self.volume.exists(id) && !self.announced().contains_key(id) {
+                txn.clear_pending(id)?;
+            }
+        }
+        txn.commit().map(|_| ())
+    }
+
+    /// Removes files that no index entry names, but not those of an ingest that is under way.
+    /// Returns files and bytes.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub(crate) fn remove_pending(&self) -> Result<(u64, u64)> {
+        let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
+        self.remove_pending_now(None)
+    }
+
+    /// The same, for those who are placing a file, which is `except`.
+    fn remove_pending_now(&self, except: Option<&ChunkId>) -> Result<(u64, u64)> {
         // Inside a change, so that nobody commits one of them meanwhile.
         let mut txn = self.write()?;
         let mut out = (0, 0);

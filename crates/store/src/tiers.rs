@@ -214,6 +214,15 @@ impl Store {
             let (bytes, found) = self.read_any_copy(id)?;
             let tier = &options.tier;
             let file = self.recoded(id, (&bytes, &found), tier.encoding, tier.level)?;
+            // Known before it is there, whatever a crash leaves. What is on the list already was
+            // condemned, and would be taken for this one.
+            let condemned = self.read()?.pending_in(Tier::Cold)?.contains(id);
+            let mut txn = self.write()?;
+            txn.mark_pending_in(Tier::Cold, id)?;
+            txn.commit()?;
+            if condemned {
+                cold.remove(id)?;
+            }
             let there = cold.put(id, file)?;
             let len = there.file_len() as u64;
             placement = Some(Placement {
@@ -233,11 +242,17 @@ impl Store {
             self.sweep_cold();
             return Ok(0);
         }
-        txn.mark_pending(id)?;
-        txn.place(id, Tier::Flash, None, Some(departure))?;
+        // It may have been evicted while it was copied.
+        let flash = txn.chunk(id)?.and_then(|r| r.flash);
+        if flash.is_some() {
+            txn.mark_pending(id)?;
+            txn.place(id, Tier::Flash, None, Some(departure))?;
+        }
         txn.commit()?;
-        let physical = record.flash.map_or(0, |p| p.physical);
-        self.drop_files(&[(*id, physical)]);
+        let physical = flash.map_or(0, |p| p.physical);
+        if flash.is_some() {
+            self.drop_files(&[(*id, physical)]);
+        }
         Ok(physical)
     }
 
@@ -324,7 +339,7 @@ impl Store {
         });
         self.withdraw(&[*id]);
         if matches!(outcome, Ok(0)) {
-            self.remove_pending(None)?;
+            self.remove_pending()?;
         }
         outcome
     }
@@ -335,6 +350,7 @@ impl Store {
     /// # Errors
     /// If it can be neither moved nor removed, or the index fails.
     pub fn quarantine(&self, id: &ChunkId, copy: usize, why: &str) -> Result<bool> {
+        let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
         let before = self.volume.physical_bytes(id);
         if !self.volume.quarantine_copy(id, copy)? {
             return Ok(false);
@@ -343,7 +359,7 @@ impl Store {
         // What is kept for inspection takes room too; that of a file the index does not name is
         // counted already.
         if self.read()?.chunk(id)?.is_some_and(|r| r.flash.is_some()) {
-            let kept = before - after;
+            let kept = before.saturating_sub(after);
             if after == 0 {
                 self.lost_keeping(id, Tier::Flash, &format!("quarantined: {why}"), kept)?;
             } else {
@@ -378,7 +394,8 @@ impl Store {
         txn.commit()?;
         match tier {
             Tier::Flash => self.space.replace(before, kept),
-            Tier::Cold => self.sweep_cold(),
+            // The object goes when the tier is swept: whoever is here may not wait for a network.
+            Tier::Cold => {}
         }
         Ok(())
     }

@@ -19,12 +19,14 @@ use crate::world::{LOADS_MAX, LoadJob, Loaded, World};
 impl<W: World> Load<W> {
     /// Starts loading a chunk, or computing it; false if there is no slot or too much is under way.
     pub(super) fn start_load(&mut self, id: ChunkId, tokens: Arc<[u32]>, prefetch: bool) -> bool {
-        if self.loading.len() + self.abandoned.len() >= LOADS_MAX {
+        if self.loading.len() >= LOADS_MAX {
             return false;
         }
         let rows = tokens.len();
         let located = if self.compute_only.contains(&id) {
             Err(Unusable::Asked)
+        } else if self.loading.len() + self.abandoned.len() >= LOADS_MAX {
+            Err(Unusable::Paused("too many reads that were given up are under way".into()))
         } else {
             self.world.locate(&id, tokens.len())
         };
@@ -93,6 +95,7 @@ impl<W: World> Load<W> {
                     Tier::Flash => ChunkSource::Flash,
                     Tier::Cold => ChunkSource::Cold,
                 };
+                self.world.in_time(found);
                 if !prefetch {
                     count(found.tier.as_str(), &["served"], file.rows);
                 }
@@ -109,6 +112,8 @@ impl<W: World> Load<W> {
     /// Loads that take too long are given up: the chunk is computed. A device may still write, so
     /// the memory waits for it.
     pub(super) fn expire(&mut self) {
+        // Memory that nobody can write to any more: its read was lost with whoever ran it.
+        self.abandoned.retain(|_, extent| extent.exclusive().is_err());
         let (now, most) = (self.world.now_ms(), self.world.deadline_ms());
         let late = |r: &Reading| now.saturating_sub(r.started_ms) >= most;
         let tags: Vec<u64> = self.reads.iter().filter(|(_, r)| late(r)).map(|(t, _)| *t).collect();

@@ -120,6 +120,11 @@ impl<'s> ReadTxn<'s> {
         found.take(most).map(|e| e.map(|(key, _)| name(key)).map_err(Into::into)).collect()
     }
 
+    /// Whether a chunk may have files the index does not name.
+    pub(crate) fn is_pending(&self, id: &ChunkId) -> Result<bool> {
+        Ok(self.store.tables.pending.get(&self.txn, id.as_bytes())?.is_some())
+    }
+
     /// Chunks that may have files the index does not name.
     ///
     /// # Errors
