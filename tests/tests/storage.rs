@@ -11,9 +11,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use common::{
-    about, all_from, assert_same, files_below, flip, json, nothing_incoming, physical, placements,
-    start, until_from, url, with_ids, with_json,
+    SMALL, about, all_from, assert_same, files_below, flip, json, nothing_incoming, physical,
+    placements, start, until_from, url, with_ids, with_json,
 };
+use matkv_api::v1::GenerateRequest;
 use matkv_tests::{
     Home, Ingest, Reply, Server, chunk_file, chunk_files, metric, same_logits, text, until,
 };
@@ -386,4 +387,35 @@ async fn a_full_device_refuses_documents_and_not_answers() {
     all_from("new", "flash", &server.ask(about("new", true)).await);
     nothing_incoming(&server.home().store());
     server.stop().await;
+}
+
+/// A row type that is another at the next start: the system is ready, what was stored is used as it
+/// is, and what is new is written the new way.
+#[tokio::test(flavor = "multi_thread")]
+async fn row_types_and_codecs_change_from_start_to_start() {
+    let Some(server) = start(&[], |_| Vec::new()).await else { return };
+    let first = text(1, 40);
+    assert_eq!(server.ingest(&[("first", &first)]).await.errors(), [""; 0]);
+    let expected = server.ask(about("first", true)).await;
+    let mut home = server.stop().await;
+    for (n, (dtype, codec)) in
+        [("bf16", "none"), ("int4", "zstd"), ("int8", "lz4")].iter().enumerate()
+    {
+        let settings =
+            [SMALL.to_owned(), format!("storage.dtype={dtype}"), format!("storage.codec={codec}")];
+        let settings: Vec<&str> = settings.iter().map(String::as_str).collect();
+        let server = Server::start_in(home, &settings).await;
+        let again = server.ask(about("first", true)).await;
+        assert!(again.sources().iter().all(|s| *s == "flash"), "{dtype}: {:?}", again.sources());
+        assert_same(dtype, &expected, &again);
+        let name = format!("{dtype}-{codec}");
+        assert_eq!(server.ingest(&[(&name, &text(7 + n as u64, 40))]).await.errors(), [""; 0]);
+        let mixed = GenerateRequest {
+            document_ids: vec!["first".into(), name.clone()],
+            ..about("first", true)
+        };
+        let reply = server.ask(mixed).await;
+        assert!(reply.sources().iter().all(|s| *s == "flash"), "{dtype}: {:?}", reply.sources());
+        home = server.stop().await;
+    }
 }
