@@ -45,13 +45,7 @@ impl Core {
 
     /// The text of token ids.
     pub fn text(&self, tokens: &[u32]) -> String {
-        let mut detokenizer = Detokenizer::default();
-        let mut text = String::new();
-        for &token in tokens {
-            text.push_str(&detokenizer.push(&self.model.tokenizer, token));
-        }
-        text.push_str(&detokenizer.finish());
-        text
+        Detokenizer::text(&self.model.tokenizer, tokens)
     }
 
     /// A computed chunk's file as it is written to flash.

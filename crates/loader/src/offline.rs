@@ -90,12 +90,7 @@ pub fn rebuild_index(
     let index = HannoyIndex::open(&store)?;
     let mut vectors: Vec<(u32, Vec<f32>)> = Vec::new();
     let mut embed = |txn: &mut matkv_store::WriteTxn<'_>, tokens: &[u32]| {
-        let mut detokenizer = Detokenizer::default();
-        let mut text = String::new();
-        for &token in tokens {
-            text.push_str(&detokenizer.push(&model.tokenizer, token));
-        }
-        text.push_str(&detokenizer.finish());
+        let text = Detokenizer::text(&model.tokenizer, tokens);
         let refused = |e: &dyn std::fmt::Display| StoreError::Refused(e.to_string());
         let Some(vector) = embedder.embed(&text).map_err(|e| refused(&e))? else {
             return Ok(None);

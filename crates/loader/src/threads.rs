@@ -5,12 +5,10 @@ use std::sync::{Arc, PoisonError};
 
 use crossbeam::channel::{Receiver, Sender, bounded};
 use matkv_actors::{Policy, StopFlag, ThreadSpec};
-use matkv_config::{Config, IoEngine};
+use matkv_config::Config;
 use matkv_kernels::Isa;
 use matkv_store::Breaker;
-use matkv_sys::{
-    EngineKind, EngineOptions, REQUESTS_MAX, ReadDone, ReadEngine, Segment, open_engine,
-};
+use matkv_sys::{REQUESTS_MAX, ReadDone, ReadEngine, Segment, open_engine};
 use tokio::sync::{Mutex, Semaphore};
 
 use crate::compile::{CompileJob, Compiled};
@@ -21,6 +19,7 @@ use crate::ingest::{self, IngestSession};
 use crate::keeper::{self, KeeperMessage, NOTES_MAX};
 use crate::load::Load;
 use crate::load_thread::{self, LoadChannels, Process, STORES_MAX};
+use crate::offline::engine_options;
 use crate::onboard::{self, Fetched, OnboardInlets, Onboarding};
 use crate::request::{Materialized, Resident};
 use crate::retrieve::{self, Incoming};
@@ -99,17 +98,7 @@ fn engine(
     segment: &Segment,
     done: Sender<ReadDone>,
 ) -> Result<Arc<dyn ReadEngine>, LoaderError> {
-    let kind = match config.io_engine {
-        IoEngine::Auto => EngineKind::Auto,
-        IoEngine::Uring => EngineKind::Uring,
-        IoEngine::Pread => EngineKind::Pread,
-    };
-    let options = EngineOptions {
-        kind,
-        depth: config.io_depth,
-        block: config.io_block as usize,
-        sqpoll: config.io_sqpoll,
-    };
+    let options = engine_options(config);
     let (engine, note) = open_engine(options, segment.region(), done)?;
     if let Some(note) = note {
         tracing::warn!("{note}");

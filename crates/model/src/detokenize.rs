@@ -10,6 +10,14 @@ pub struct Detokenizer {
 }
 
 impl Detokenizer {
+    /// The whole text of `tokens`.
+    pub fn text(tokenizer: &TextTokenizer, tokens: &[u32]) -> String {
+        let mut whole = Self::default();
+        let mut text: String = tokens.iter().map(|&token| whole.push(tokenizer, token)).collect();
+        text.push_str(&whole.finish());
+        text
+    }
+
     /// Text that became complete with `token`; may be empty.
     pub fn push(&mut self, tokenizer: &TextTokenizer, token: u32) -> String {
         let mut bytes = tokenizer.bytes_of(token);
