@@ -16,6 +16,9 @@ set -euo pipefail
 # shellcheck source=scripts/s3-common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/s3-common.sh"
 
+# These may name another cluster.
+unset CEPH_ARGS CEPH_KEYRING
+
 # Runs what ends by itself; `down` ends it, too.
 once() {
 	spawn once "$@"
@@ -23,15 +26,7 @@ once() {
 }
 
 # Starts process $1, which listens on port $2, if it does not run.
-ceph_daemon() {
-	local name=$1 port=$2
-	shift 2
-	runs "$name" || {
-		[ -z "$port" ] || ! listens "$port" ||
-			fail "port $port, of $name, is another program's"
-		spawn "$name" "$@" -f -c "$CEPH_CONF"
-	}
-}
+ceph_daemon() { daemon "$@" -f -c "$dir/ceph.conf"; }
 
 mon() { ceph_daemon mon "$(sed -n 's/^mon_host.*:\(.*\)\/0.*/\1/p' ceph.conf)" ceph-mon -i a; }
 
@@ -48,32 +43,12 @@ start() {
 	gateway
 }
 
-# Reads DIR, locks it and enters it.
-enter() {
-	[ -n "${1-}" ] || fail "which DIR?"
-	if [ "$command" = up ]; then mkdir -p "$1"; fi
-	[ -d "$1" ] || fail "no directory: $1"
-	dir=$(cd "$1" && pwd)
-	[[ $dir != *[!A-Za-z0-9/._+-]* ]] || fail "letters, digits and /._+- only, please: $dir"
-	# What `up` clears away must be its own.
-	[ -e "$dir/ceph.lock" ] || [ -z "$(ls -A "$dir")" ] ||
-		fail "neither empty nor made by ${0##*/}: $dir"
-	exec 9>"$dir/ceph.lock"
-	flock -w 180 9 || fail "another ${0##*/} has worked on $dir for three minutes"
-	cd "$dir"
-	export CEPH_CONF=$dir/ceph.conf
-}
-
-down() {
-	local name
-	for name in once gateway osd mon; do
-		end $name
-	done
-}
+down() { end once gateway osd mon; }
 
 # The stores of monitor and OSD, and the user. Only a whole one is used again.
 make() {
 	local ports name uuid
+	export CEPH_CONF=$dir/ceph.conf
 	rm -rf "$dir"/{log,mon,osd,rgw,monmap,keyring,ceph.conf,port}
 	mkdir -p "$dir"/{log,mon,osd,rgw}
 	ports=$(free_ports 2)
@@ -158,6 +133,13 @@ configuration() {
 	END
 }
 
+installed() {
+	local program
+	for program in ceph ceph-mon ceph-osd radosgw radosgw-admin monmaptool curl flock setsid; do
+		command -v $program >/dev/null || fail "$program is missing: run ${0##*/} install"
+	done
+}
+
 install() {
 	local missing=() program package
 	while read -r program package; do
@@ -181,44 +163,4 @@ install() {
 		fail "missing: apt-get install ${missing[*]} (set SUDO=sudo if that needs it)"
 }
 
-command=${1-}
-case $command in
-install)
-	install
-	;;
-up)
-	for program in ceph ceph-mon ceph-osd radosgw radosgw-admin monmaptool curl flock setsid; do
-		command -v $program >/dev/null || fail "$program is missing: run ${0##*/} install"
-	done
-	enter "${2-}"
-	# Nothing half-started stays.
-	trap 'trap - EXIT; down' EXIT
-	if [ ! -e "$dir/made" ]; then
-		down
-		make
-	fi
-	start
-	trap - EXIT
-	printf '%s\n' "endpoint=http://127.0.0.1:$(<"$dir/port")" "access_key=$key" \
-		"secret_key=$secret" "bucket=$bucket"
-	;;
-stop-gateway)
-	enter "${2-}"
-	end gateway
-	;;
-start-gateway)
-	enter "${2-}"
-	[ -e "$dir/made" ] || fail "nothing to start in $dir: run ${0##*/} up"
-	trap 'trap - EXIT; end gateway' EXIT
-	gateway
-	trap - EXIT
-	;;
-down)
-	enter "${2-}"
-	down
-	;;
-*)
-	sed -n "2,/^set/{s/^# \{0,1\}//p}" "$0" >&2
-	exit 2
-	;;
-esac
+main ceph "$@"

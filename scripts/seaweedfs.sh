@@ -25,11 +25,8 @@ weed() {
 	local name=$1 command=$1 port=$2 grpc=$3
 	shift 3
 	[ "$name" != gateway ] || command=s3
-	runs "$name" || {
-		! listens "$port" || fail "port $port, of $name, is another program's"
-		spawn "$name" env HOME="$dir" "$weed" -logtostderr "$command" -ip.bind=127.0.0.1 \
-			-port="$port" -port.grpc="$grpc" "$@"
-	}
+	daemon "$name" "$port $grpc" env HOME="$dir" "$weed" -logtostderr "$command" \
+		-ip.bind=127.0.0.1 -port="$port" -port.grpc="$grpc" "$@"
 }
 
 gateway() {
@@ -58,29 +55,11 @@ start() {
 	gateway
 }
 
-# Reads DIR, locks it and enters it.
-enter() {
-	[ -n "${1-}" ] || fail "which DIR?"
-	if [ "$command" = up ]; then mkdir -p "$1"; fi
-	[ -d "$1" ] || fail "no directory: $1"
-	dir=$(cd "$1" && pwd)
-	[[ $dir != *[!A-Za-z0-9/._+-]* ]] || fail "letters, digits and /._+- only, please: $dir"
-	# What `up` clears away must be its own.
-	[ -e "$dir/seaweedfs.lock" ] || [ -z "$(ls -A "$dir")" ] ||
-		fail "neither empty nor made by ${0##*/}: $dir"
-	exec 9>"$dir/seaweedfs.lock"
-	flock -w 180 9 || fail "another ${0##*/} has worked on $dir for three minutes"
-	cd "$dir"
-}
-
 # In this order: a filer without volumes does not end. With them it does only after fifteen seconds,
 # which it waits for a subscription of its own; what was stored is safe by then.
 down() {
 	local port
-	end gateway
-	end filer 1
-	end volume
-	end master
+	end gateway filer:1 volume master
 	# It makes these whatever it is told, and forgets some.
 	[ ! -e ports ] || for port in $(seq "$(<ports)" $(($(<ports) + 6))); do
 		rm -f /tmp/seaweedfs-{master,volume,filer,s3}-grpc-"$port".sock || true
@@ -104,6 +83,14 @@ make() {
 	touch made
 }
 
+installed() {
+	local program
+	[ -x "$weed" ] || fail "SeaweedFS is missing: run ${0##*/} install"
+	for program in curl flock setsid; do
+		command -v $program >/dev/null || fail "$program is missing"
+	done
+}
+
 install() {
 	[ ! -x "$weed" ] || return 0
 	mkdir -p "$tools"
@@ -116,45 +103,4 @@ install() {
 	mv -T "$new" "$tools/seaweedfs-$version" || [ -x "$weed" ]
 }
 
-command=${1-}
-case $command in
-install)
-	install
-	;;
-up)
-	[ -x "$weed" ] || fail "SeaweedFS is missing: run ${0##*/} install"
-	for program in curl flock setsid; do
-		command -v $program >/dev/null || fail "$program is missing"
-	done
-	enter "${2-}"
-	# Nothing half-started stays.
-	trap 'trap - EXIT; down' EXIT
-	if [ ! -e "$dir/made" ]; then
-		down
-		make
-	fi
-	start
-	trap - EXIT
-	printf '%s\n' "endpoint=http://127.0.0.1:$(<"$dir/port")" "access_key=$key" \
-		"secret_key=$secret" "bucket=$bucket"
-	;;
-stop-gateway)
-	enter "${2-}"
-	end gateway
-	;;
-start-gateway)
-	enter "${2-}"
-	[ -e "$dir/made" ] || fail "nothing to start in $dir: run ${0##*/} up"
-	trap 'trap - EXIT; end gateway' EXIT
-	gateway
-	trap - EXIT
-	;;
-down)
-	enter "${2-}"
-	down
-	;;
-*)
-	sed -n "2,/^set/{s/^# \{0,1\}//p}" "$0" >&2
-	exit 2
-	;;
-esac
+main seaweedfs "$@"

@@ -56,6 +56,13 @@ const LENGTHS: &[Damage] = &[
         },
     },
     Damage {
+        name: "eight terabytes of holes",
+        apply: |p, _, _| {
+            let file = std::fs::File::options().write(true).open(p).expect("it is there");
+            file.set_len(8 << 40).expect("holes take nothing");
+        },
+    },
+    Damage {
         name: "a directory",
         apply: |p, _, _| {
             std::fs::remove_file(p).expect("removed");

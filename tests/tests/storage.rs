@@ -419,3 +419,28 @@ async fn row_types_and_codecs_change_from_start_to_start() {
         home = server.stop().await;
     }
 }
+
+/// Chunks nobody has used for as long as the tenant's are kept leave all tiers, the arena too.
+#[tokio::test(flavor = "multi_thread")]
+async fn what_has_outlived_its_time_is_nowhere() {
+    let Some(server) = start(&[SMALL, "tenant.ttl=2s"], |_| Vec::new()).await else { return };
+    server.ingest(&[("log", &text(1, 110))]).await;
+    let ids = server.document("log").await.chunk_ids;
+    let expected = server.ask(about("log", false)).await;
+    let run = |a: &[&str]| server.matkv(a);
+    until("it has left flash", async || {
+        ids.iter().all(|id| placements(&run, id).is_empty()).then_some(())
+    })
+    .await;
+    until("it has left the arena", async || {
+        (server.status().await.arena_chunks == 0).then_some(())
+    })
+    .await;
+    assert!(chunk_files(&server.home().store()).is_empty());
+    let why = json(&run, &["chunks", "explain", &ids[0]]).to_string();
+    assert!(why.contains("tenant.ttl"), "{why}");
+    let reply = server.ask(about("log", false)).await;
+    all_from("after its time", "computed", &reply);
+    assert_same("after its time", &expected, &reply);
+    server.stop().await;
+}

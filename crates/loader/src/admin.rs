@@ -20,9 +20,7 @@ pub type Result<T, E = RequestError> = std::result::Result<T, E>;
 
 fn failed(e: StoreError) -> RequestError {
     match e {
-        StoreError::Refused(reason) if reason.starts_with("no chunk") => {
-            RequestError::NotFound(reason)
-        }
+        StoreError::Unknown(_) => RequestError::NotFound(e.to_string()),
         StoreError::Refused(reason) => RequestError::Invalid(reason),
         e @ (StoreError::Full { .. } | StoreError::NoSpace { .. }) => {
             RequestError::Exhausted(e.to_string())
@@ -87,7 +85,7 @@ fn chunk(store: &Store, read: &ReadTxn<'_>, id: &ChunkId, record: &ChunkRecord) 
         chunk_id: id.to_string(),
         rows: record.rows,
         references: record.references,
-        placements: [Tier::Flash, Tier::Cold].into_iter().filter_map(placement).collect(),
+        placements: Tier::ALL.into_iter().filter_map(placement).collect(),
         heat: heat.count_at(now, store.options().promotion.half_life).into(),
         last_used: heat.last,
         pinned_until: if record.is_pinned(now) { record.pinned_until } else { 0 },
@@ -141,49 +139,19 @@ pub fn list(store: &Store, request: &ListChunksRequest) -> Result<ListChunksResp
 pub fn stat(store: &Store, id: &str) -> Result<Chunk> {
     let id = resolve(store, id)?;
     let read = store.read().map_err(failed)?;
-    let record = read.chunk(&id).map_err(failed)?;
-    let record = record.ok_or_else(|| RequestError::NotFound(format!("no chunk {id}")))?;
-    chunk(store, &read, &id, &record)
+    let record = read.chunk(&id).and_then(|r| r.ok_or(StoreError::Unknown(id)));
+    chunk(store, &read, &id, &record.map_err(failed)?)
 }
 
 /// Verifies every copy of a chunk; heals what has a good copy.
 pub fn verify(store: &Store, id: &str) -> Result<VerifyChunkResponse> {
     let id = resolve(store, id)?;
-    let record = store.read().and_then(|r| r.chunk(&id)).map_err(failed)?;
-    let record = record.ok_or_else(|| RequestError::NotFound(format!("no chunk {id}")))?;
-    let mut copies = Vec::new();
-    for tier in [Tier::Flash, Tier::Cold] {
-        if record.placement(tier).is_none() {
-            continue;
-        }
-        let count = if tier == Tier::Flash { store.files().copies() } else { 1 };
-        for copy in 0..count {
-            let error = match store.read_verified(&id, tier, copy) {
-                Ok(_) => String::new(),
-                Err(e) => e.to_string(),
-            };
-            let (tier, copy) = (tier.to_string(), copy as u32);
-            copies.push(VerifiedCopy { tier, copy, error, healed: false });
-        }
-    }
-    // A cold tier that cannot be reached is not a bad copy.
-    let reachable = store.cold().is_none_or(|c| c.breaker().allows(std::time::Instant::now()));
-    let good = copies.iter().any(|c| c.tier == "flash" && c.error.is_empty());
-    for bad in copies.iter_mut().filter(|c| !c.error.is_empty()) {
-        if bad.tier == "cold" {
-            if reachable && !bad.error.starts_with("cold tier") {
-                store.lost(&id, Tier::Cold, &format!("damaged: {}", bad.error)).map_err(failed)?;
-            }
-            continue;
-        }
-        let moved = store.quarantine(&id, bad.copy as usize, &bad.error).map_err(failed)?;
-        if good {
-            bad.healed = store.heal(&id, bad.copy as usize).is_ok();
-        } else if !moved && !store.files().exists(&id) {
-            store.lost(&id, Tier::Flash, "its file is missing").map_err(failed)?;
-        }
-    }
-    Ok(VerifyChunkResponse { chunk_id: id.to_string(), copies })
+    let copies = store.verify_chunk(&id, &Tier::ALL).map_err(failed)?.into_iter().map(|c| {
+        let error = c.error.map_or_else(String::new, |e| e.to_string());
+        let (tier, copy) = (c.tier.to_string(), c.copy as u32);
+        VerifiedCopy { tier, copy, error, healed: c.healed }
+    });
+    Ok(VerifyChunkResponse { chunk_id: id.to_string(), copies: copies.collect() })
 }
 
 /// Pins a chunk for some seconds, for ever, or not at all.
@@ -208,7 +176,7 @@ pub fn move_to(store: &Store, id: &str, to: &str) -> Result<Chunk> {
 /// Takes a chunk's bytes out of one tier, or of all.
 pub fn remove(store: &Store, id: &str, from: &str) -> Result<(ChunkId, RemoveChunkResponse)> {
     let id = resolve(store, id)?;
-    let tiers = if from.is_empty() { vec![Tier::Flash, Tier::Cold] } else { vec![tier(from)?] };
+    let tiers = if from.is_empty() { Tier::ALL.to_vec() } else { vec![tier(from)?] };
     let freed = store.remove_from(&id, &tiers, "removed by an operator").map_err(failed)?;
     Ok((id, RemoveChunkResponse { freed_bytes: freed }))
 }
@@ -230,10 +198,7 @@ pub fn collect_garbage(
 
 /// Why a chunk is, or is not, where one would expect it. An id nobody knows is an answer, too.
 pub fn explain(store: &Store, text: &str) -> Result<ExplainChunkResponse> {
-    let id = match text.parse() {
-        Ok(id) => id,
-        Err(_) => resolve(store, text)?,
-    };
+    let id = resolve(store, text)?;
     let lines = store.explain(&id).map_err(failed)?;
     Ok(ExplainChunkResponse { chunk_id: id.to_string(), lines })
 }

@@ -2,11 +2,11 @@
 //!
 //! ```text
 //! "MATKVBND" · version u32 · bytes of the table u64 · CRC32C of the table u32 · table (JSON)
-//! · chunk files, one after another, in the order of the table · SHA-256 of everything before
+//! · for every chunk of the table, in its order: bytes u64, chunk file
+//! · SHA-256 of everything before
 //! ```
-//! The table names identity, documents, and for every chunk its id and length. Each chunk file
-//! verifies itself; the hash at the end covers the rest. An import of another identity is refused
-//! before a chunk is read.
+//! The table names identity, documents and chunks. Each chunk file verifies itself; the hash at the
+//! end covers the rest. An import of another identity is refused before a chunk is read.
 
 use std::io::{Read, Write};
 
@@ -32,13 +32,7 @@ const FILE_BYTES_MAX: u64 = 8 << 30;
 struct Table {
     identity: Identity,
     documents: Vec<DocumentRecord>,
-    chunks: Vec<Entry>,
-}
-
-#[derive(Serialize, Deserialize)]
-struct Entry {
-    id: ChunkId,
-    bytes: u64,
+    chunks: Vec<ChunkId>,
 }
 
 fn text(e: impl std::fmt::Display) -> String {
@@ -77,26 +71,6 @@ impl<R: Read> Read for HashingReader<R> {
     }
 }
 
-/// A good file of a chunk, from whichever tier has one.
-fn good_file(store: &Store, id: &ChunkId) -> Result<Vec<u8>, String> {
-    let mut reason = "it is in no tier; ingest its document again".to_owned();
-    let record = store.read().and_then(|r| r.chunk(id)).map_err(text)?;
-    let record = record.ok_or_else(|| format!("no chunk {id}"))?;
-    for tier in [Tier::Flash, Tier::Cold] {
-        if record.placement(tier).is_none() {
-            continue;
-        }
-        let copies = if tier == Tier::Flash { store.files().copies() } else { 1 };
-        for copy in 0..copies {
-            match store.read_verified(id, tier, copy) {
-                Ok((bytes, found)) => return Ok(bytes[..found.file_len()].to_vec()),
-                Err(e) => reason = e.to_string(),
-            }
-        }
-    }
-    Err(format!("chunk {id}: {reason}"))
-}
-
 /// Writes documents (all, if none are named) and their chunks.
 ///
 /// # Errors
@@ -112,16 +86,18 @@ pub fn export(store: &Store, names: &[String], to: impl Write) -> Result<(u64, u
         documents.push(found.ok_or_else(|| format!("no document {name:?}"))?);
     }
     drop(read);
-    let mut ids: Vec<ChunkId> = documents.iter().flat_map(|d| d.chunks.clone()).collect();
-    ids.sort();
-    ids.dedup();
-    // Lengths come first, so every chunk is read twice: once for the table. What changes in
-    // between is seen.
-    let mut chunks = Vec::with_capacity(ids.len());
-    for id in ids {
-        let bytes = good_file(store, &id)?.len() as u64;
-        chunks.push(Entry { id, bytes });
+    let mut chunks: Vec<ChunkId> = documents.iter().flat_map(|d| d.chunks.clone()).collect();
+    chunks.sort();
+    chunks.dedup();
+    // Before anything is written: an export that cannot be whole is not begun.
+    let read = store.read().map_err(text)?;
+    for id in &chunks {
+        let record = read.chunk(id).map_err(text)?;
+        if record.is_none_or(|r| Tier::ALL.iter().all(|t| r.placement(*t).is_none())) {
+            return Err(format!("chunk {id} is in no tier; ingest its document again"));
+        }
     }
+    drop(read);
     let table = Table { identity: store.identity().clone(), documents, chunks };
     let json = serde_json::to_vec(&table).map_err(text)?;
     let mut out = Hashing { to, hash: Sha256::new() };
@@ -131,12 +107,12 @@ pub fn export(store: &Store, names: &[String], to: impl Write) -> Result<(u64, u
     put(&(json.len() as u64).to_le_bytes())?;
     put(&crc32c::crc32c(&json).to_le_bytes())?;
     put(&json)?;
-    for entry in &table.chunks {
-        let file = good_file(store, &entry.id)?;
-        if file.len() as u64 != entry.bytes {
-            return Err(format!("chunk {} was written anew meanwhile; export again", entry.id));
-        }
-        put(&file)?;
+    for id in &table.chunks {
+        let good = store.read_good(id, &Tier::ALL);
+        let (file, found) = good.map_err(|e| format!("chunk {id}: {e}"))?;
+        let file = &file[..found.file_len()];
+        put(&(file.len() as u64).to_le_bytes())?;
+        put(file)?;
     }
     let hash = out.hash.clone().finalize();
     out.to.write_all(&hash).and_then(|()| out.to.flush()).map_err(text)?;
@@ -193,8 +169,7 @@ pub(crate) fn import(core: &Core, from: impl Read) -> Result<Imported, String> {
     let store = &core.store;
     let mut from = HashingReader { from, hash: Sha256::new() };
     let table = table(&mut from, store.identity())?;
-    let ids: Vec<ChunkId> = table.chunks.iter().map(|c| c.id).collect();
-    store.announce(&ids).map_err(text)?;
+    let announced = store.announce(&table.chunks).map_err(text)?;
     let outcome = import_chunks(core, &mut from, &table).and_then(|(mut batch, mut done)| {
         let hash = from.hash.clone().finalize();
         let mut said = [0u8; 32];
@@ -215,7 +190,7 @@ pub(crate) fn import(core: &Core, from: impl Read) -> Result<Imported, String> {
         }
         Ok(done)
     });
-    store.withdraw(&ids);
+    drop(announced);
     if outcome.is_err() {
         store.collect_garbage(false, false).map_err(text)?;
     }
@@ -229,29 +204,32 @@ fn import_chunks(
 ) -> Result<(Batch, Imported), String> {
     let store = &core.store;
     let (mut batch, mut done) = (Batch::default(), Imported::default());
-    for entry in &table.chunks {
-        if entry.bytes > FILE_BYTES_MAX {
-            return Err(format!("chunk {} of the bundle has {} bytes", entry.id, entry.bytes));
+    for id in &table.chunks {
+        let fault = |e: String| format!("chunk {id} of the bundle: {e}");
+        let mut bytes = [0u8; 8];
+        from.read_exact(&mut bytes).map_err(|e| fault(e.to_string()))?;
+        let bytes = u64::from_le_bytes(bytes);
+        if bytes > FILE_BYTES_MAX {
+            return Err(fault(format!("it has {bytes} bytes")));
         }
         let mut file = Vec::new();
-        from.by_ref().take(entry.bytes).read_to_end(&mut file).map_err(text)?;
-        let fault = |e: String| format!("chunk {} of the bundle: {e}", entry.id);
+        from.by_ref().take(bytes).read_to_end(&mut file).map_err(text)?;
         let found = Superblock::decode(&file).map_err(|e| fault(e.to_string()))?;
         let tokens = found.tokens(&file).map_err(|e| fault(e.to_string()))?;
-        let expect = store.identity().expectation(entry.id, &tokens);
+        let expect = store.identity().expectation(*id, &tokens);
         ChunkFile::verify(&file, &expect).map_err(|e| fault(e.to_string()))?;
-        if core.chunk_id(&tokens) != entry.id {
+        if core.chunk_id(&tokens) != *id {
             return Err(fault("its tokens belong to another id".into()));
         }
-        let record = store.read().and_then(|r| r.chunk(&entry.id)).map_err(text)?;
+        let record = store.read().and_then(|r| r.chunk(id)).map_err(text)?;
         if record.is_some_and(|r| r.flash.is_some() || r.cold.is_some()) {
             done.known += 1;
             continue;
         }
         let placement: Placement =
-            store.write_file(&entry.id, &page_aligned(&file).map_err(text)?).map_err(text)?;
+            store.write_file(id, &page_aligned(&file).map_err(text)?).map_err(text)?;
         let vector = core.embedder.embed(&core.text(&tokens)).map_err(text)?;
-        let (id, tokens, compute_ms) = (entry.id, tokens.into(), 0);
+        let (id, tokens, compute_ms) = (*id, tokens.into(), 0);
         batch.add(DurableChunk { id, tokens, placement, compute_ms, vector });
         done.chunks += 1;
         done.bytes += placement.physical;

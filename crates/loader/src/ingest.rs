@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::{Receiver, Sender, TryRecvError, bounded, select_biased};
 use matkv_api::v1::{DocumentDone, IngestEvent, IngestSummary, Progress, ingest_event::Event};
 use matkv_format::ChunkFile;
-use matkv_store::{DocumentRecord, Placement, StoreError, unix_seconds};
+use matkv_store::{Announced, DocumentRecord, Placement, StoreError, unix_seconds};
 use matkv_sys::{CrashPoint, crash_point};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, ContentId};
@@ -19,7 +19,6 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 
 use crate::core::Core;
-use crate::flash::Unusable;
 use crate::ingest_commit::{Batch, DurableChunk};
 use crate::request::Materialized;
 use crate::world::{LoadMessage, Materialize};
@@ -75,7 +74,7 @@ struct Session<'a> {
     /// Chunks that failed, and why.
     failed: HashMap<ChunkId, String>,
     /// Chunks whose files may be there before the index names them.
-    announced: Vec<ChunkId>,
+    announced: Announced<'a>,
     progress: Progress,
     summary: IngestSummary,
     last_commit: Instant,
@@ -110,17 +109,25 @@ pub(crate) fn run(
             open: VecDeque::new(),
             batch: Batch::default(),
             failed: HashMap::new(),
-            announced: Vec::new(),
+            announced: Announced::none(&core.store),
             progress: Progress::default(),
             summary: IngestSummary::default(),
             last_commit: Instant::now(),
         };
         s.work(&documents);
-        core.store.withdraw(&s.announced);
         s.summary.seconds = started.elapsed().as_secs_f64();
         let summary = s.summary;
         s.send(Event::Summary(summary));
     }
+}
+
+/// Whether a chunk waits for the compute thread or is there.
+fn is_under_way(
+    todo: &VecDeque<(ChunkId, Arc<[u32]>)>,
+    in_flight: &VecDeque<InFlight>,
+    id: &ChunkId,
+) -> bool {
+    todo.iter().any(|t| t.0 == *id) || in_flight.iter().any(|f| f.id == *id)
 }
 
 impl Session<'_> {
@@ -220,14 +227,21 @@ impl Session<'_> {
         self.progress.chunks_known += chunks.len() as u64;
         self.progress.tokens_known += tokens.len() as u64;
         let mut missing = HashSet::new();
-        let new = chunks.iter().map(|c| c.0).filter(|id| !self.announced.contains(id));
-        let new: Vec<ChunkId> = new.filter(|id| !self.is_stored(id).unwrap_or(false)).collect();
-        self.core.store.announce(&new).map_err(|e| e.to_string())?;
-        self.announced.extend(new);
+        // One that leaves now leaves as it would right after this document.
+        let mut stored = HashSet::new();
+        for (id, _) in &chunks {
+            if self.is_stored(id)? {
+                stored.insert(*id);
+            }
+        }
+        let new = chunks.iter().map(|c| c.0);
+        let new = new.filter(|id| !stored.contains(id) && !self.announced.contains(id));
+        let new: Vec<ChunkId> = new.collect();
+        self.announced.add(&new).map_err(|e| e.to_string())?;
         for (id, tokens) in chunks {
-            if self.is_stored(&id)? || self.batch.contains(&id) {
+            if stored.contains(&id) || self.batch.contains(&id) {
                 self.count_reused(&tokens);
-            } else if self.is_under_way(&id) || missing.contains(&id) {
+            } else if is_under_way(&self.todo, &self.in_flight, &id) || missing.contains(&id) {
                 missing.insert(id);
                 self.count_reused(&tokens);
             } else if self.adopt(&id, &tokens)? {
@@ -244,10 +258,6 @@ impl Session<'_> {
 
     fn is_stopped(&self) -> bool {
         matches!(self.stopped.try_recv(), Err(TryRecvError::Disconnected))
-    }
-
-    fn is_under_way(&self, id: &ChunkId) -> bool {
-        self.todo.iter().any(|t| t.0 == *id) || self.in_flight.iter().any(|f| f.id == *id)
     }
 
     /// Indexed, and in some tier.
@@ -270,25 +280,18 @@ impl Session<'_> {
         if !files.exists(id) {
             return Ok(false);
         }
-        let read = files.read_copy(id, 0).map_err(|e| Unusable::Unreadable(e.to_string()));
-        let verified = read.and_then(|bytes| {
-            ChunkFile::verify(&bytes, &self.core.spec.expectation(*id, tokens))
-                .map_err(|e| Unusable::Damaged(e.to_string()))
+        let verified = files.read_copy(id, 0).and_then(|bytes| {
+            Ok(ChunkFile::verify(&bytes, &self.core.spec.expectation(*id, tokens))?)
         });
         match verified {
             Ok(found) => {
-                let placement = Placement {
-                    encoding: found.encoding,
-                    bytes: found.file_len() as u64,
-                    physical: files.physical_bytes(id),
-                    checksum: found.checksum(),
-                };
+                let placement = Placement::of(&found, files.physical_bytes(id));
                 self.durable(*id, Arc::clone(tokens), placement, 0)?;
                 return Ok(true);
             }
             Err(reason) => {
                 tracing::warn!("chunk {id}: {reason}; computing it anew");
-                if matches!(reason, Unusable::Damaged(_)) {
+                if reason.is_damage() {
                     metrics::counter!(names::QUARANTINED).increment(1);
                     let kept = self.core.store.quarantine(id, 0, &reason.to_string());
                     kept.map_err(|e| e.to_string())?;
@@ -409,13 +412,11 @@ impl Session<'_> {
             self.send(Event::Document(done));
         }
         // What the index names may leave again, while this client goes on sending.
-        let announced = std::mem::take(&mut self.announced);
-        let (rest, named): (Vec<_>, Vec<_>) = announced.into_iter().partition(|id| {
+        let Self { announced, open, batch, todo, in_flight, .. } = self;
+        announced.retain(|id| {
             // Also the one that is being placed just now.
-            let wanted = self.open.iter().any(|d| d.missing.contains(id));
-            wanted || self.batch.contains(id) || self.is_under_way(id)
+            let wanted = open.iter().any(|d| d.missing.contains(id));
+            wanted || batch.contains(id) || is_under_way(todo, in_flight, id)
         });
-        self.core.store.withdraw(&named);
-        self.announced = rest;
     }
 }

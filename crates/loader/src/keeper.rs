@@ -7,12 +7,13 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, RecvTimeoutError, TryRecvError};
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, TryRecvError};
 use matkv_store::{StoreError, Tier, unix_seconds};
 use matkv_telemetry::names;
 use matkv_types::ChunkId;
 
 use crate::core::Core;
+use crate::world::LoadMessage;
 
 /// What the keeper is told.
 #[derive(Debug)]
@@ -31,8 +32,13 @@ pub(crate) const NOTES_MAX: usize = 1024;
 const ROUND: Duration = Duration::from_secs(1);
 /// How often heat is written.
 const FLUSH: Duration = Duration::from_secs(10);
-/// Between two passes over all chunks.
+/// Between two passes over all chunks; less where chunks have to leave in time.
 const REST: Duration = Duration::from_secs(600);
+
+/// [`REST`] for this `tenant.ttl`: what is over leaves a tenth of that later at most.
+fn rest(ttl: Duration) -> Duration {
+    if ttl.is_zero() { REST } else { (ttl / 10).clamp(ROUND, REST) }
+}
 
 /// A rate of bytes that is kept over time.
 struct Budget {
@@ -60,6 +66,7 @@ impl Budget {
 
 struct Keeper<'a> {
     core: &'a Core,
+    load: &'a Sender<LoadMessage>,
     stopped: &'a Receiver<()>,
     migrate: Budget,
     scrub: Budget,
@@ -68,13 +75,21 @@ struct Keeper<'a> {
     next_flush: Instant,
     /// Cold chunks that have become warm.
     promotions: Vec<ChunkId>,
+    /// Chunks that have outlived their time and may still be in the arena.
+    expired: Vec<ChunkId>,
 }
 
 /// Runs until stopped.
-pub(crate) fn run(core: &Core, notes: &Receiver<KeeperMessage>, stopped: &Receiver<()>) {
+pub(crate) fn run(
+    core: &Core,
+    notes: &Receiver<KeeperMessage>,
+    load: &Sender<LoadMessage>,
+    stopped: &Receiver<()>,
+) {
     let now = Instant::now();
     let mut keeper = Keeper {
         core,
+        load,
         stopped,
         migrate: Budget::new(core.config.migrate_rate),
         scrub: Budget::new(core.config.scrub_rate),
@@ -82,6 +97,7 @@ pub(crate) fn run(core: &Core, notes: &Receiver<KeeperMessage>, stopped: &Receiv
         next_pass: now,
         next_flush: now + FLUSH,
         promotions: Vec::new(),
+        expired: Vec::new(),
     };
     keeper.report(core.store.load_residents(&|| !keeper.is_stopped()));
     let mut next_round = now + ROUND;
@@ -177,6 +193,7 @@ impl Keeper<'_> {
         self.promote();
         self.demote();
         self.verify();
+        self.forget();
         let (used, _) = self.core.store.flash_usage();
         metrics::gauge!("matkv_flash_bytes").set(used as f64);
     }
@@ -219,6 +236,19 @@ impl Keeper<'_> {
         }
     }
 
+    /// What has outlived its time leaves the arena, too.
+    fn forget(&mut self) {
+        if !self.expired.is_empty() {
+            let message = LoadMessage::Forget(std::mem::take(&mut self.expired));
+            // Whoever is that far behind hears it in the next round.
+            if let Err(e) = self.load.try_send(message)
+                && let LoadMessage::Forget(ids) = e.into_inner()
+            {
+                self.expired = ids;
+            }
+        }
+    }
+
     fn verify(&mut self) {
         if Instant::now() < self.next_pass {
             return;
@@ -231,15 +261,16 @@ impl Keeper<'_> {
                     self.scrub.spend(report.bytes.max(4096));
                     metrics::counter!(names::SCRUBBED).increment(report.chunks);
                     metrics::counter!(names::HEALED).increment(report.healed);
+                    self.expired.extend(report.expired);
                     self.cursor = next;
                     if next.is_none() {
-                        self.next_pass = Instant::now() + REST;
+                        self.next_pass = Instant::now() + rest(self.core.config.tenant_ttl);
                         return;
                     }
                 }
                 Err(e) => {
                     tracing::warn!("scrub: {e}");
-                    self.next_pass = Instant::now() + REST;
+                    self.next_pass = Instant::now() + rest(self.core.config.tenant_ttl);
                     return;
                 }
             }

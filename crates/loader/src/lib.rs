@@ -38,6 +38,7 @@ mod self_test;
 mod serve;
 mod session;
 mod session_thread;
+mod staging;
 mod status;
 mod store_options;
 mod threads;

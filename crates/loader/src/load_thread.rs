@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, TrySendError, select_biased};
 use matkv_actors::{Pulse, StopFlag};
-use matkv_format::Superblock;
 use matkv_store::{Breaker, StoreError, Tier};
 use matkv_sys::{SlotMut, monotonic_ns};
 use matkv_types::ChunkId;
@@ -44,9 +43,12 @@ impl Process {
     /// The self-test's chunk is in no index: its file says what it is.
     fn locate_self_test(&self) -> Result<Found, Unusable> {
         let id = self.core.self_test.id;
-        let bytes = self.core.files_of(&id).read_copy(&id, 0).map_err(|_| Unusable::Missing)?;
-        let found = Superblock::decode(&bytes).map_err(|e| Unusable::Damaged(e.to_string()))?;
-        Ok(Found { tier: Tier::Flash, encoding: found.encoding })
+        let found = self.core.files_of(&id).superblock(&id, 0).map_err(|e| match e {
+            StoreError::Format(e) => Unusable::Damaged(e.to_string()),
+            _ => Unusable::Missing,
+        })?;
+        let (encoding, bytes) = (found.encoding, found.file_len() as u64);
+        Ok(Found { tier: Tier::Flash, encoding, bytes })
     }
 }
 
@@ -79,7 +81,7 @@ impl World for Process {
         }
         match self.core.rates.prefer_computing(kind, placement.bytes, rows) {
             Some((load_ms, compute_ms)) => Err(Unusable::Slower { load_ms, compute_ms }),
-            None => Ok(Found { tier, encoding: placement.encoding }),
+            None => Ok(Found { tier, encoding: placement.encoding, bytes: placement.bytes }),
         }
     }
 

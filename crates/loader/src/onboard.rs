@@ -5,16 +5,16 @@
 //! while the device goes on with the next chunk. With a mirror, a bad copy is set aside and the
 //! other one read; the request does not notice.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, TrySendError, select_biased};
 use matkv_format::{ChunkFile, Superblock};
-use matkv_store::{Store, StoreError, Tier, Volume};
-use matkv_sys::{ReadDone, ReadEngine, ReadRequest, Region, SlotMut};
+use matkv_store::{OpenCopy, Store, StoreError, Tier, Volume};
+use matkv_sys::{ReadDone, ReadEngine, ReadRequest, SlotMut};
 use matkv_telemetry::names;
-use matkv_types::{ChunkId, PAGE_BYTES};
+use matkv_types::ChunkId;
 
 use crate::chunk_spec::ChunkSpec;
 use crate::compile::restore_in;
@@ -23,6 +23,7 @@ use crate::error::LoaderError;
 use crate::flash::Unusable;
 use crate::keeper::KeeperMessage;
 use crate::rates::{Kind, Rates};
+use crate::staging::Staging;
 use crate::world::{Found, LoadJob, Loaded};
 
 /// A load between its beginning and its end, without its slot.
@@ -46,8 +47,12 @@ struct Pending {
     slot: Option<SlotMut>,
 }
 
-/// Tag of a load that could not be started, its slot, and why.
-type NotStarted = (u64, SlotMut, Unusable);
+/// Files that are decoded on their way, and loads that wait for memory for theirs.
+#[derive(Default)]
+struct Staged {
+    memory: Staging,
+    waiting: VecDeque<(Task, OpenCopy, SlotMut)>,
+}
 
 /// A cold file that has been fetched.
 pub(crate) struct Fetched {
@@ -91,14 +96,25 @@ impl Shelf for Core {
     }
 }
 
-/// Loads under way, and the ways into and out of the worker threads.
+/// The ways into the worker threads, and out of them.
+pub(crate) struct OnboardOutlets {
+    /// Loads to begin.
+    pub starts: Sender<LoadJob>,
+    /// Cold files that have been fetched.
+    pub fetched: Sender<Fetched>,
+    /// Loads that have ended.
+    pub loaded: Sender<Loaded>,
+    /// News for the keeper.
+    pub keeper: Sender<KeeperMessage>,
+}
+
+/// Loads under way.
 pub(crate) struct Onboarding {
     shelf: Arc<dyn Shelf>,
     engine: Arc<dyn ReadEngine>,
     pending: Mutex<HashMap<u64, Pending>>,
-    fetched: Sender<Fetched>,
-    loaded: Sender<Loaded>,
-    keeper: Sender<KeeperMessage>,
+    staged: Mutex<Staged>,
+    to: OnboardOutlets,
     /// Where layers are decoded.
     pool: rayon::ThreadPool,
 }
@@ -106,6 +122,7 @@ pub(crate) struct Onboarding {
 /// What the worker threads hear.
 #[derive(Clone)]
 pub(crate) struct OnboardInlets {
+    pub starts: Receiver<LoadJob>,
     pub reads: Receiver<ReadDone>,
     pub fetched: Receiver<Fetched>,
 }
@@ -114,47 +131,55 @@ impl Onboarding {
     pub fn new(
         shelf: Arc<dyn Shelf>,
         engine: Arc<dyn ReadEngine>,
-        fetched: Sender<Fetched>,
-        loaded: Sender<Loaded>,
-        keeper: Sender<KeeperMessage>,
+        to: OnboardOutlets,
         threads: usize,
     ) -> Result<Self, LoaderError> {
-        let pending = Mutex::default();
+        let (pending, staged) = (Mutex::default(), Mutex::default());
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
             .thread_name(|i| format!("decode-{i}"))
             .build()
             .map_err(|e| LoaderError::Setup(e.to_string()))?;
-        Ok(Self { shelf, engine, pending, fetched, loaded, keeper, pool })
+        Ok(Self { shelf, engine, pending, staged, to, pool })
     }
 
     fn pending(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Pending>> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Starts a load.
+    fn staged(&self) -> std::sync::MutexGuard<'_, Staged> {
+        self.staged.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a load begun by a worker: opening a file may take as long as the device likes. Gives the
+    /// slot back if nobody would.
     pub fn start(&self, job: LoadJob) -> Result<(), (SlotMut, Unusable)> {
+        self.to.starts.try_send(job).map_err(|e| {
+            let why = "the threads that read are behind".to_owned();
+            (e.into_inner().target, Unusable::Paused(why))
+        })
+    }
+
+    fn begin(&self, job: LoadJob) {
         let LoadJob { tag, id, tokens, found, target } = job;
         let (started, len, copy, bad) = (Instant::now(), 0, 0, Vec::new());
         let task = Task { tag, id, tokens, found, started, len, copy, bad };
-        let begun = match found.tier {
+        match found.tier {
             Tier::Flash => self.read(task, target),
             Tier::Cold => self.fetch(task, target),
-        };
-        begun.map_err(|(_, slot, reason)| (slot, reason))
+        }
     }
 
     /// Reads the copy whose turn it is, or the next one that can be opened.
-    fn read(&self, mut task: Task, slot: SlotMut) -> Result<(), NotStarted> {
+    fn read(&self, mut task: Task, slot: SlotMut) {
         let files = self.shelf.files_of(&task.id);
         let opened = loop {
             let reason = match files.open_copy(&task.id, task.copy) {
-                Ok(opened) if opened.len > 0 && opened.len.is_multiple_of(PAGE_BYTES) => {
-                    break opened;
-                }
-                Ok(opened) => {
-                    Unusable::Damaged(format!("file of {} bytes, not whole pages", opened.len))
-                }
+                // Before memory is given to it: a file may have any length.
+                Ok(opened) => match self.plausible(&task, &opened) {
+                    Ok(()) => break opened,
+                    Err(reason) => reason,
+                },
                 Err(e) if e.kind() == std::io::ErrorKind::NotFound => Unusable::Missing,
                 Err(e) if e.kind() == std::io::ErrorKind::InvalidData => {
                     Unusable::Damaged(e.to_string())
@@ -162,32 +187,68 @@ impl Onboarding {
                 Err(e) => Unusable::Unreadable(e.to_string()),
             };
             if let Err(reason) = self.next_copy(&mut task, reason) {
-                return Err((task.tag, slot, reason));
+                return self.deliver(task.tag, slot, Err(reason));
             }
         };
-        let tag = task.tag;
         task.len = opened.len;
-        let direct = task.found.encoding.is_arena_form() && opened.len <= slot.len();
-        let (target, slot) = if direct {
-            (slot, None)
-        } else {
-            match Region::anonymous(opened.len).exclusive(0..opened.len) {
-                Ok(memory) => (memory, Some(slot)),
-                Err(e) => return Err((task.tag, slot, Unusable::Unreadable(e.to_string()))),
+        if task.found.encoding.is_arena_form() && opened.len <= slot.len() {
+            return self.submit(task, opened, slot, None);
+        }
+        let mut staged = self.staged();
+        match staged.memory.take(opened.len) {
+            Some(memory) => {
+                drop(staged);
+                self.submit(task, opened, memory, Some(slot));
             }
-        };
-        self.pending().insert(tag, Pending { task, slot });
-        self.engine.submit(ReadRequest { tag, parts: opened.parts, target });
-        Ok(())
+            None => staged.waiting.push_back((task, opened, slot)),
+        }
     }
 
-    fn fetch(&self, task: Task, slot: SlotMut) -> Result<(), NotStarted> {
+    fn submit(&self, task: Task, opened: OpenCopy, target: SlotMut, slot: Option<SlotMut>) {
+        let tag = task.tag;
+        self.pending().insert(tag, Pending { task, slot });
+        self.engine.submit(ReadRequest { tag, parts: opened.parts(), target });
+    }
+
+    /// Memory has come back: whoever waits for it goes on.
+    fn resume(&self) {
+        loop {
+            let mut staged = self.staged();
+            let Some((_, opened, _)) = staged.waiting.front() else { return };
+            let len = opened.len;
+            let Some(memory) = staged.memory.take(len) else { return };
+            let Some((task, opened, slot)) = staged.waiting.pop_front() else { return };
+            drop(staged);
+            self.submit(task, opened, memory, Some(slot));
+        }
+    }
+
+    /// Whether a copy has the length the index says or, if it has been written again since, the
+    /// one it says itself.
+    fn plausible(&self, task: &Task, opened: &OpenCopy) -> Result<(), Unusable> {
+        if opened.len as u64 == task.found.bytes {
+            return Ok(());
+        }
+        match opened.superblock() {
+            Ok(found) if found.file_len() == opened.len && found.rows == task.tokens.len() => {
+                Ok(())
+            }
+            Ok(found) => {
+                let (len, expected) = (opened.len, found.file_len());
+                Err(Unusable::Damaged(format!("file of {len} bytes, expected {expected}")))
+            }
+            Err(e) if e.is_damage() => Err(Unusable::Damaged(e.to_string())),
+            Err(e) => Err(Unusable::Unreadable(e.to_string())),
+        }
+    }
+
+    fn fetch(&self, task: Task, slot: SlotMut) {
         let (tag, id) = (task.tag, task.id);
         let Some(cold) = self.shelf.store().cold() else {
-            return Err((tag, slot, Unusable::Missing));
+            return self.deliver(tag, slot, Err(Unusable::Missing));
         };
         self.pending().insert(tag, Pending { task, slot: Some(slot) });
-        let fetched = self.fetched.clone();
+        let fetched = self.to.fetched.clone();
         cold.get_then(&id, move |file| {
             let file = file.map_err(|e| match e {
                 StoreError::ColdMissing => Unusable::Missing,
@@ -196,7 +257,6 @@ impl Onboarding {
             // Nobody listens while the process stops.
             let _ = fetched.send(Fetched { tag, file });
         });
-        Ok(())
     }
 
     fn read_done(&self, done: ReadDone) {
@@ -218,6 +278,8 @@ impl Onboarding {
             }
             Some(mut slot) => {
                 let outcome = read.and_then(|()| self.decode(&task, &done.target, &mut slot));
+                drop(done.target);
+                self.resume();
                 self.finish(task, slot, outcome);
             }
         }
@@ -298,7 +360,7 @@ impl Onboarding {
 
     /// Tells the keeper, who is not waited for.
     pub fn tell(&self, message: KeeperMessage) {
-        if let Err(TrySendError::Full(_)) = self.keeper.try_send(message) {
+        if let Err(TrySendError::Full(_)) = self.to.keeper.try_send(message) {
             // The scrub finds what is forgotten here.
             tracing::debug!("the keeper is busy; a note is dropped");
         }
@@ -316,25 +378,21 @@ impl Onboarding {
             Err(reason) => reason,
         };
         match self.next_copy(&mut task, reason) {
-            Ok(()) => {
-                if let Err((tag, slot, reason)) = self.read(task, slot) {
-                    self.deliver(tag, slot, Err(reason));
-                }
-            }
+            Ok(()) => self.read(task, slot),
             Err(reason) => self.deliver(task.tag, slot, Err(reason)),
         }
     }
 
     fn deliver(&self, tag: u64, target: SlotMut, result: Result<Superblock, Unusable>) {
         // Nobody listens while the process stops.
-        let _ = self.loaded.send(Loaded { tag, target, result });
+        let _ = self.to.loaded.send(Loaded { tag, target, result });
     }
 
     fn measured(&self, task: &Task, found: &Superblock) {
-        let (bytes, spent) = (found.file_len() as u64, task.started.elapsed());
-        let (id, tier, ms) = (task.id, task.found.tier, spent.as_secs_f32() * 1e3);
+        let (id, tier, bytes) = (task.id, task.found.tier, found.file_len() as u64);
         let kind = if tier == Tier::Flash { Kind::Flash } else { Kind::Cold };
-        self.shelf.rates().measured(kind, bytes, spent);
+        let spent = self.shelf.rates().measured_in_turn(kind, bytes, task.started);
+        let ms = spent.as_secs_f32() * 1e3;
         self.tell(KeeperMessage::Loaded { id, tier, ms });
     }
 }
@@ -344,6 +402,11 @@ pub(crate) fn run(onboarding: &Onboarding, inlets: &OnboardInlets, stopped: &Rec
     loop {
         select_biased! {
             recv(stopped) -> _ => return,
+            // The device has something to do while what it has read is verified.
+            recv(inlets.starts) -> job => match job {
+                Ok(job) => onboarding.begin(job),
+                Err(_) => return,
+            },
             recv(inlets.reads) -> done => match done {
                 Ok(done) => onboarding.read_done(done),
                 Err(_) => return,

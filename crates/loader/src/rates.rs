@@ -1,7 +1,7 @@
 //! How fast this machine does things, as measured while it does them.
 
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,6 +33,8 @@ struct Rate {
 #[derive(Default)]
 pub(crate) struct Rates {
     rates: Mutex<[Rate; KINDS]>,
+    /// When the last of each kind ended.
+    ended: Mutex<[Option<Instant>; KINDS]>,
     skipped: Mutex<u32>,
 }
 
@@ -48,6 +50,18 @@ impl Rates {
         let weight = if rate.measurements == 0 { 1.0 } else { WEIGHT };
         rate.seconds_per_unit += (new - rate.seconds_per_unit) * weight;
         rate.measurements += 1;
+    }
+
+    /// Takes in something that has just ended and shared what it needs with others: its turn began
+    /// when the one before it ended. Waiting behind others is not its own time. Returns that.
+    pub fn measured_in_turn(&self, kind: Kind, units: u64, started: Instant) -> Duration {
+        let now = Instant::now();
+        let mut ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        let last = ended[kind as usize].replace(now);
+        drop(ended);
+        let spent = now.saturating_duration_since(last.map_or(started, |l| l.max(started)));
+        self.measured(kind, units, spent);
+        spent
     }
 
     /// Seconds so many units take; nothing before enough was measured.
@@ -73,6 +87,20 @@ impl Rates {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn waiting_behind_others_is_not_loading() {
+        let rates = Rates::default();
+        let started = Instant::now() - Duration::from_secs(64);
+        // Sixty-four that were started together: the first took as long as it took, the others
+        // ended right behind it.
+        let spent: Vec<Duration> =
+            (0..64).map(|_| rates.measured_in_turn(Kind::Flash, 1, started)).collect();
+        assert!(spent[0] >= Duration::from_secs(64), "{:?}", spent[0]);
+        let all: Duration = spent.iter().sum();
+        let real = started.elapsed();
+        assert!(all <= real, "{all:?} of {real:?} were spent");
+    }
 
     #[test]
     fn what_is_slower_is_not_done_but_tried_now_and_then() {

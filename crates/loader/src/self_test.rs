@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crossbeam::channel::Sender;
-use matkv_format::Superblock;
 use matkv_model::{Message, Role};
 use matkv_types::{ChunkId, ContentId, Fingerprint, FinishReason, KvDtype, Mode, Sampling};
 
@@ -60,9 +59,8 @@ impl SelfTest {
     pub fn prepare(core: &Core, prefix: &ChunkSlot) {
         let this = &core.self_test;
         // It is written again after storage.dtype has changed: what it is compared with has, too.
-        let found = core.files_of(&this.id).read_copy(&this.id, 0).ok();
-        let found = found.and_then(|bytes| Superblock::decode(&bytes).ok());
-        if found.is_some_and(|f| f.encoding.dtype == core.spec.encoding.dtype) {
+        let found = core.files_of(&this.id).superblock(&this.id, 0);
+        if found.is_ok_and(|f| f.encoding.dtype == core.spec.encoding.dtype) {
             return;
         }
         let stored = (|| {

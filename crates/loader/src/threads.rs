@@ -20,7 +20,7 @@ use crate::keeper::{self, KeeperMessage, NOTES_MAX};
 use crate::load::Load;
 use crate::load_thread::{self, LoadChannels, Process, STORES_MAX};
 use crate::offline::engine_options;
-use crate::onboard::{self, Fetched, OnboardInlets, Onboarding};
+use crate::onboard::{self, Fetched, OnboardInlets, OnboardOutlets, Onboarding};
 use crate::request::{Materialized, Resident};
 use crate::retrieve::{self, Incoming};
 use crate::run::Opened;
@@ -28,7 +28,7 @@ use crate::session::Sessions;
 use crate::session_thread::SessionThread;
 use crate::status::Observer;
 use crate::store_options::policy;
-use crate::world::{LOADS_MAX, LoadMessage, Loaded};
+use crate::world::{LOADS_MAX, LoadJob, LoadMessage, Loaded};
 
 /// A receiver that is disconnected, and so ready for ever, once the flag is raised.
 pub(crate) fn stopped(stop: &StopFlag) -> Receiver<()> {
@@ -54,6 +54,8 @@ struct Channels {
     ingest: (Sender<IngestSession>, Receiver<IngestSession>),
     /// Each admitted request, and what an ingest and a deletion may send.
     load: (Sender<LoadMessage>, Receiver<LoadMessage>),
+    /// Every load that can be under way: beginning one never waits.
+    starts: (Sender<LoadJob>, Receiver<LoadJob>),
     /// Every read that can be under way: completing one never waits.
     reads: (Sender<ReadDone>, Receiver<ReadDone>),
     /// The same for the cold tier, whose threads must not wait either.
@@ -80,6 +82,7 @@ impl Channels {
             retrieve: bounded(config.queue),
             ingest: bounded(1),
             load: bounded(config.queue + 8),
+            starts: bounded(REQUESTS_MAX),
             reads: bounded(REQUESTS_MAX),
             fetched: bounded(REQUESTS_MAX),
             loaded: bounded(REQUESTS_MAX),
@@ -128,6 +131,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         retrieve,
         ingest,
         load,
+        starts,
         reads,
         fetched,
         loaded,
@@ -168,9 +172,10 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
     };
     let shelf = Arc::clone(core);
     let decoders = Config::threads(config.io_threads);
-    let onboarding = Onboarding::new(shelf, engine, fetched.0, loaded.0, keeper.0, decoders)?;
-    let onboarding = Arc::new(onboarding);
-    let onboard = OnboardInlets { reads: reads.1, fetched: fetched.1 };
+    let outlets =
+        OnboardOutlets { starts: starts.0, fetched: fetched.0, loaded: loaded.0, keeper: keeper.0 };
+    let onboarding = Arc::new(Onboarding::new(shelf, engine, outlets, decoders)?);
+    let onboard = OnboardInlets { starts: starts.1, reads: reads.1, fetched: fetched.1 };
     let channels = LoadChannels { messages: load.1, loaded: loaded.1, compiled: compiled.1 };
     let process = Process {
         core: Arc::clone(core),
@@ -237,7 +242,7 @@ fn specs(
     to_load: &Sender<LoadMessage>,
 ) -> Vec<ThreadSpec> {
     let Inlets { incoming, ingests, stores, notes } = inlets;
-    let kept = Arc::clone(&opened.core);
+    let (kept, from_keeper) = (Arc::clone(&opened.core), to_load.clone());
     let (retriever, ingester) = (Arc::clone(&opened.core), Arc::clone(&opened.core));
     let storer = Arc::clone(&opened.core);
     let (from_retrieve, from_ingest) = (to_load.clone(), to_load.clone());
@@ -266,7 +271,7 @@ fn specs(
             Ok(())
         }),
         ThreadSpec::new("keeper", Policy::Restart { times: 100 }, move |stop, _| {
-            keeper::run(&kept, &notes, &stopped(&stop));
+            keeper::run(&kept, &notes, &from_keeper, &stopped(&stop));
             Ok(())
         }),
         ThreadSpec::new("ingest", Policy::Restart { times: 100 }, move |stop, _| {

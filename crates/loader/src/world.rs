@@ -42,6 +42,8 @@ pub struct Found {
     pub tier: Tier,
     /// How.
     pub encoding: Encoding,
+    /// Bytes of its file, as far as the index knows.
+    pub bytes: u64,
 }
 
 /// Starts a load.
@@ -79,8 +81,8 @@ pub trait World {
     /// Where to load a chunk from, or why it should be computed instead.
     fn locate(&mut self, id: &ChunkId, rows: usize) -> Result<Found, Unusable>;
 
-    /// Starts a load; its outcome comes back with the tag. Gives the slot back if there is nothing
-    /// to read. Never waits for a device.
+    /// Starts a load; its outcome comes back with the tag. Gives the slot back if too much is under
+    /// way. Never waits for a device.
     fn load(&mut self, job: LoadJob) -> Result<(), (SlotMut, Unusable)>;
 
     /// A load ended well.

@@ -105,15 +105,14 @@ impl World for SimWorld {
     }
 
     fn locate(&mut self, id: &ChunkId, _rows: usize) -> Result<Found, Unusable> {
-        if !self.disk.contains_key(id) {
-            return Err(Unusable::Missing);
-        }
+        let Some(file) = self.disk.get(id) else { return Err(Unusable::Missing) };
+        let bytes = file.len() as u64;
         // The cost model may say so at any time.
         if self.random.chance(self.faults.read) {
             return Err(Unusable::Slower { load_ms: 2, compute_ms: 1 });
         }
         let tier = if self.random.chance(300) { Tier::Cold } else { Tier::Flash };
-        Ok(Found { tier, encoding: spec().encoding })
+        Ok(Found { tier, encoding: spec().encoding, bytes })
     }
 
     fn load(&mut self, job: LoadJob) -> Result<(), (SlotMut, Unusable)> {

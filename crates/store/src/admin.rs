@@ -22,8 +22,7 @@ pub struct GcReport {
 
 impl Store {
     fn known(&self, id: &ChunkId) -> Result<crate::ChunkRecord> {
-        let record = self.read()?.chunk(id)?;
-        record.ok_or_else(|| StoreError::Refused(format!("no chunk {id}")))
+        self.read()?.chunk(id)?.ok_or(StoreError::Unknown(*id))
     }
 
     /// Keeps a chunk from being evicted until a time; 0 lets it go again.
@@ -32,8 +31,7 @@ impl Store {
     /// If there is no such chunk or the index fails.
     pub fn pin(&self, id: &ChunkId, until: u64) -> Result<()> {
         let mut txn = self.write()?;
-        let record = txn.chunk(id)?;
-        let mut record = record.ok_or_else(|| StoreError::Refused(format!("no chunk {id}")))?;
+        let mut record = txn.chunk(id)?.ok_or(StoreError::Unknown(*id))?;
         record.pinned_until = until;
         txn.save_chunk(id, &record)?;
         txn.commit()?;
@@ -63,8 +61,7 @@ impl Store {
     pub fn remove_from(&self, id: &ChunkId, tiers: &[Tier], why: &str) -> Result<u64> {
         let mut freed = 0;
         let mut txn = self.write()?;
-        let record = txn.chunk(id)?;
-        let record = record.ok_or_else(|| StoreError::Refused(format!("no chunk {id}")))?;
+        let record = txn.chunk(id)?.ok_or(StoreError::Unknown(*id))?;
         for tier in tiers {
             let Some(placement) = record.placement(*tier) else { continue };
             freed += placement.physical;
@@ -130,7 +127,7 @@ impl Store {
             record.references,
             users.join(", ")
         ));
-        for tier in [Tier::Flash, Tier::Cold] {
+        for tier in Tier::ALL {
             let Some(p) = record.placement(tier) else {
                 out.push(format!("not in {tier}"));
                 continue;
@@ -178,7 +175,7 @@ impl Store {
     fn explain_unknown(&self, id: &ChunkId, read: &ReadTxn<'_>) -> Result<Vec<String>> {
         let mut out = vec![format!("the index does not know chunk {id}")];
         if self.volume.exists(id) {
-            let pending = read.pending()?.contains(id);
+            let pending = read.is_pending_in(Tier::Flash, id)?;
             out.push(if pending {
                 "it has a file on flash: an ingest has not committed it; `chunks gc` removes it"
                     .to_owned()

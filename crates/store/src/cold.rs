@@ -243,7 +243,7 @@ impl ColdTier {
             // Only an answer with a body tells a missing chunk from a missing bucket.
             Err(StoreError::ColdMissing) => {
                 return match self.run("read", self.objects.get(&object)) {
-                    Ok(_) | Err(StoreError::ColdMissing) => Ok(()),
+                    Ok(_) | Err(StoreError::ColdMissing) => self.remove_parts(id),
                     Err(e) => Err(e),
                 };
             }
@@ -263,6 +263,21 @@ impl ColdTier {
             }
         }
         Ok(())
+    }
+
+    /// Removes parts whose first object was never written, or is gone.
+    fn remove_parts(&self, id: &ChunkId) -> Result<()> {
+        use futures_util::TryStreamExt;
+        let name = id.to_string();
+        let directory = self.prefix.clone().join(&name[..2]);
+        let list = self.objects.list(Some(&directory)).try_collect::<Vec<_>>();
+        let begins = format!("{name}.");
+        let mut found = match self.run("list", list) {
+            Err(StoreError::ColdMissing) => Vec::new(),
+            outcome => outcome?,
+        };
+        found.retain(|o| o.location.filename().is_some_and(|f| f.starts_with(&begins)));
+        found.iter().try_for_each(|o| self.delete(&o.location))
     }
 
     fn delete(&self, path: &Path) -> Result<()> {

@@ -80,7 +80,28 @@ pub enum StoreError {
     /// A chunk file is not what it should be.
     #[error(transparent)]
     Format(#[from] matkv_format::FormatError),
+    /// The index does not know the chunk.
+    #[error("no chunk {0}")]
+    Unknown(ChunkId),
     /// Something that was asked for cannot be done.
     #[error("{0}")]
     Refused(String),
+}
+
+impl StoreError {
+    /// Whether it says that a file is wrong or gone, and not that it could not be looked at.
+    pub fn is_damage(&self) -> bool {
+        use std::io::ErrorKind;
+        match self {
+            Self::Format(_) | Self::ColdMissing => true,
+            Self::File { source, .. } => matches!(
+                source.kind(),
+                ErrorKind::NotFound
+                    | ErrorKind::UnexpectedEof
+                    | ErrorKind::InvalidData
+                    | ErrorKind::InvalidInput
+            ),
+            _ => false,
+        }
+    }
 }

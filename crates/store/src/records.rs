@@ -3,6 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use matkv_format::Superblock;
 use matkv_types::{ChunkId, ContentId, Encoding};
 use serde::{Deserialize, Serialize};
 
@@ -34,6 +35,9 @@ pub enum Tier {
 }
 
 impl Tier {
+    /// Fastest first.
+    pub const ALL: [Self; 2] = [Self::Flash, Self::Cold];
+
     /// Name in commands, output and metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -72,6 +76,18 @@ pub struct Placement {
     pub physical: u64,
     /// CRC32C of the superblock: which of several writes this is.
     pub checksum: u32,
+}
+
+impl Placement {
+    /// Of a file that says this of itself, and takes so many bytes on the devices.
+    pub fn of(file: &Superblock, physical: u64) -> Self {
+        Self {
+            encoding: file.encoding,
+            bytes: file.file_len() as u64,
+            physical,
+            checksum: file.checksum(),
+        }
+    }
 }
 
 /// Why a chunk is not where it was.

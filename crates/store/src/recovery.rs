@@ -9,7 +9,7 @@ use matkv_types::ChunkId;
 
 use crate::error::{Result, StoreError};
 use crate::identity::RECONCILE;
-use crate::records::{Placement, Tier};
+use crate::records::{ChunkRecord, Placement, Tier};
 use crate::store::{NewChunk, Store};
 use crate::tiers::unix_seconds;
 
@@ -17,7 +17,7 @@ use crate::tiers::unix_seconds;
 pub type Embed<'e> = &'e mut dyn FnMut(&mut crate::WriteTxn<'_>, &[u32]) -> Result<Option<u32>>;
 
 /// What a pass over chunks has found.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ScrubReport {
     /// Chunks looked at.
     pub chunks: u64,
@@ -28,22 +28,25 @@ pub struct ScrubReport {
     /// Copies written again from a good one.
     pub healed: u64,
     /// Chunks that had outlived their time.
-    pub expired: u64,
+    pub expired: Vec<ChunkId>,
 }
 
-/// Whether an error says that a file is wrong or gone, and not that it could not be looked at.
-pub(crate) fn is_damage(error: &StoreError) -> bool {
-    use std::io::ErrorKind;
-    match error {
-        StoreError::Format(_) => true,
-        StoreError::File { source, .. } => matches!(
-            source.kind(),
-            ErrorKind::NotFound
-                | ErrorKind::UnexpectedEof
-                | ErrorKind::InvalidData
-                | ErrorKind::InvalidInput
-        ),
-        _ => false,
+/// A copy of a chunk that has been verified.
+#[derive(Debug)]
+pub struct CheckedCopy {
+    /// Where it is.
+    pub tier: Tier,
+    /// Which of the copies there.
+    pub copy: usize,
+    /// What is wrong with it.
+    pub error: Option<StoreError>,
+    /// Whether it has been written again from a good one.
+    pub healed: bool,
+}
+
+impl CheckedCopy {
+    fn is_damaged(&self) -> bool {
+        self.error.as_ref().is_some_and(StoreError::is_damage)
     }
 }
 
@@ -160,44 +163,74 @@ impl Store {
             last = Some(id);
             report.chunks += 1;
             if self.expire(&id)? {
-                report.expired += 1;
+                report.expired.push(id);
                 continue;
             }
             if let Some(placement) = record.flash {
                 report.bytes += placement.physical;
-                self.scrub_chunk(&id, &mut report)?;
+                // What cannot be reached costs money to reach: the cold tier verifies on reading.
+                for checked in self.verify_chunk(&id, &[Tier::Flash])? {
+                    report.bad += u64::from(checked.is_damaged());
+                    report.healed += u64::from(checked.healed);
+                }
             }
         }
         Ok((last, report))
     }
 
-    fn scrub_chunk(&self, id: &ChunkId, report: &mut ScrubReport) -> Result<()> {
-        let mut bad = Vec::new();
-        let mut good = false;
-        for copy in 0..self.volume.copies() {
-            match self.read_verified(id, Tier::Flash, copy) {
-                Ok(_) => good = true,
-                Err(e) if is_damage(&e) => bad.push((copy, e.to_string())),
-                // Nothing is known about the copy: it stays.
-                Err(e) => tracing::warn!("chunk {id}: {e}"),
+    /// Reads every copy a chunk has in these tiers. A damaged one is set aside, and written again
+    /// if another on flash is good; of one that cannot be read nothing is known, and it stays.
+    ///
+    /// # Errors
+    /// If the index fails or does not know the chunk. A bad copy is no error.
+    pub fn verify_chunk(&self, id: &ChunkId, tiers: &[Tier]) -> Result<Vec<CheckedCopy>> {
+        let Some(record) = self.read()?.chunk(id)? else { return Err(StoreError::Unknown(*id)) };
+        let mut copies = Vec::new();
+        for tier in tiers.iter().copied().filter(|t| record.placement(*t).is_some()) {
+            for copy in 0..self.copies_in(tier) {
+                let error = self.read_verified(id, tier, copy).err();
+                copies.push(CheckedCopy { tier, copy, error, healed: false });
             }
         }
-        // It may have been evicted or deleted while it was read.
-        if bad.is_empty() || self.read()?.chunk(id)?.is_none_or(|r| r.flash.is_none()) {
-            return Ok(());
-        }
-        for (copy, why) in bad {
-            tracing::warn!("chunk {id}: {why}");
-            report.bad += 1;
-            let moved = self.quarantine(id, copy, &why)?;
-            if good {
-                match self.heal(id, copy) {
-                    Ok(()) => report.healed += 1,
-                    Err(e) => tracing::warn!("chunk {id}: not healed: {e}"),
+        let good = copies.iter().any(|c| c.tier == Tier::Flash && c.error.is_none());
+        for checked in &mut copies {
+            let Some(error) = &checked.error else { continue };
+            tracing::warn!("chunk {id}: {error}");
+            if checked.is_damaged() {
+                let why = error.to_string();
+                match checked.tier {
+                    Tier::Flash => checked.healed = self.mend(id, checked.copy, &why, good)?,
+                    Tier::Cold => self.lost_if_same(id, &record, &why)?,
                 }
-            } else if !moved && !self.volume.exists(id) {
-                self.lost(id, Tier::Flash, "its file is missing")?;
             }
+        }
+        Ok(copies)
+    }
+
+    /// Sets a damaged copy on flash aside, and writes it again if there is a good one.
+    fn mend(&self, id: &ChunkId, copy: usize, why: &str, good: bool) -> Result<bool> {
+        // It may have been evicted or deleted while it was read.
+        if self.read()?.chunk(id)?.is_none_or(|r| r.flash.is_none()) {
+            return Ok(false);
+        }
+        let moved = self.quarantine(id, copy, why)?;
+        if good {
+            return Ok(self
+                .heal(id, copy)
+                .inspect_err(|e| tracing::warn!("chunk {id}: not healed: {e}"))
+                .is_ok());
+        }
+        if !moved && !self.volume.exists(id) {
+            self.lost(id, Tier::Flash, "its file is missing")?;
+        }
+        Ok(false)
+    }
+
+    /// The object that was read is damaged; one that has taken its place meanwhile is not.
+    fn lost_if_same(&self, id: &ChunkId, seen: &ChunkRecord, why: &str) -> Result<()> {
+        let _one = self.moving_cold.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.read()?.chunk(id)?.is_some_and(|r| r.cold == seen.cold) {
+            self.lost(id, Tier::Cold, &format!("damaged: {why}"))?;
         }
         Ok(())
     }
@@ -219,7 +252,7 @@ impl Store {
             return Ok(false);
         }
         drop(read);
-        self.remove_from(id, &[Tier::Flash, Tier::Cold], "not used for tenant.ttl")?;
+        self.remove_from(id, &Tier::ALL, "not used for tenant.ttl")?;
         Ok(true)
     }
 
@@ -302,12 +335,7 @@ impl Store {
         physical: u64,
         embed: Embed<'_>,
     ) -> Result<bool> {
-        let placement = Some(Placement {
-            encoding: found.encoding,
-            bytes: found.file_len() as u64,
-            physical,
-            checksum: found.checksum(),
-        });
+        let placement = Some(Placement::of(found, physical));
         let mut txn = self.write()?;
         let new = !txn.place(&id, tier, placement, None)?;
         if new {

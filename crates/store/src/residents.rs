@@ -35,11 +35,11 @@ impl Residents {
         }
     }
 
-    /// A chunk has been used, and those near it are warmed.
-    pub fn access(&mut self, id: &ChunkId, near: &[ChunkId]) {
-        for tier in [Tier::Flash, Tier::Cold] {
+    /// Chunks have been used, and those near them are warmed.
+    pub fn access(&mut self, ids: &[ChunkId], near: &[ChunkId]) {
+        for tier in Tier::ALL {
             let policy = self.of(tier);
-            policy.access(id);
+            ids.iter().for_each(|id| policy.access(id));
             near.iter().for_each(|n| policy.warm(n));
         }
     }

@@ -13,7 +13,7 @@ use matkv_types::ChunkId;
 use crate::error::{Result, StoreError};
 use crate::records::{Departure, Placement, Tier};
 use crate::store::Store;
-use crate::tiers::unix_seconds;
+use crate::tiers::{may_leave, unix_seconds};
 
 /// Evictions of one index change.
 const BATCH: usize = 64;
@@ -43,21 +43,21 @@ impl Store {
         let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
         let physical = file.len() as u64 * self.volume.copies() as u64;
         self.make_room(physical, id)?;
-        let before = self.volume.physical_bytes(id);
+        // What is counted for the file that will be replaced, be it there or not: somebody may
+        // have removed it by hand.
+        let indexed = self.read()?.chunk(id)?.and_then(|r| r.flash);
+        let before = indexed.map_or_else(|| self.volume.physical_bytes(id), |p| p.physical);
         self.space.add(physical);
         if let Err(e) = self.volume.write(id, file) {
-            self.space.replace(physical + before, self.volume.physical_bytes(id));
+            // What the index names counts until it does not any more.
+            let left = indexed.map_or_else(|| self.volume.physical_bytes(id), |p| p.physical);
+            self.space.replace(physical + before, left);
             return Err(e);
         }
         // What was there before has been replaced; what the file system really took counts.
         let after = self.volume.physical_bytes(id);
         self.space.replace(physical + before, after);
-        Ok(Placement {
-            encoding: found.encoding,
-            bytes: file.len() as u64,
-            physical: after,
-            checksum: found.checksum(),
-        })
+        Ok(Placement::of(&found, after))
     }
 
     /// Whether so many bytes are too many for the capacity, or for the file system.
@@ -143,8 +143,7 @@ impl Store {
         let (mut gone, mut freed) = (Vec::new(), 0u64);
         let most = self.bytes_over(tier).max(1);
         while gone.len() < BATCH && (gone.is_empty() || freed < most) && more(self)? {
-            let mut may_leave =
-                |id: &ChunkId| txn.chunk(id).ok().flatten().is_none_or(|r| !r.is_pinned(now));
+            let mut may_leave = |id: &ChunkId| may_leave(txn.chunk(id), now);
             let mut residents = self.residents();
             let mut victim = residents.of(tier).evict(&mut may_leave);
             let complete = residents.complete;
@@ -194,7 +193,7 @@ impl Store {
         let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
         // What is not listed any more was removed, and its count with it, by whoever needed room.
         let Ok(read) = self.read() else { return };
-        let listed = |id: &ChunkId| read.is_pending(id).unwrap_or(false);
+        let listed = |id: &ChunkId| read.is_pending_in(Tier::Flash, id).unwrap_or(false);
         let ids: Vec<_> = ids.iter().copied().filter(|(id, _)| listed(id)).collect();
         drop(read);
         self.drop_files_now(&ids);
@@ -306,31 +305,70 @@ impl Store {
     }
 
     /// Says that files of these chunks are about to be written, before they are: whatever a crash
-    /// leaves is then known.
+    /// leaves is then known, and nobody removes them meanwhile.
     ///
     /// # Errors
     /// If the index fails.
-    pub fn announce(&self, ids: &[ChunkId]) -> Result<()> {
+    pub fn announce(&self, ids: &[ChunkId]) -> Result<Announced<'_>> {
+        let mut announced = Announced::none(self);
+        announced.add(ids)?;
+        Ok(announced)
+    }
+}
+
+/// Chunks whose files somebody is about to write, until this is dropped.
+#[must_use]
+pub struct Announced<'s> {
+    store: &'s Store,
+    ids: Vec<ChunkId>,
+}
+
+impl<'s> Announced<'s> {
+    /// Nothing yet.
+    pub fn none(store: &'s Store) -> Self {
+        Self { store, ids: Vec::new() }
+    }
+
+    /// [`Store::announce`] of more chunks.
+    ///
+    /// # Errors
+    /// If the index fails.
+    pub fn add(&mut self, ids: &[ChunkId]) -> Result<()> {
         if ids.is_empty() {
             return Ok(());
         }
-        let mut txn = self.write()?;
+        let mut txn = self.store.write()?;
         ids.iter().try_for_each(|id| txn.mark_pending(id))?;
-        ids.iter().for_each(|id| *self.announced().entry(*id).or_default() += 1);
+        // Before the change is there for others to see.
+        ids.iter().for_each(|id| *self.store.announced().entry(*id).or_default() += 1);
+        self.ids.extend_from_slice(ids);
         txn.commit()?;
         Ok(())
     }
 
-    /// The ingest that announced these chunks has ended.
-    pub fn withdraw(&self, ids: &[ChunkId]) {
-        let mut announced = self.announced();
-        ids.iter().for_each(|id| {
-            if let Some(count) = announced.get_mut(id) {
+    /// Whether a chunk is one of these.
+    pub fn contains(&self, id: &ChunkId) -> bool {
+        self.ids.contains(id)
+    }
+
+    /// Withdraws those of which `keep` says no.
+    pub fn retain(&mut self, mut keep: impl FnMut(&ChunkId) -> bool) {
+        let mut announced = self.store.announced();
+        self.ids.retain(|id| {
+            let kept = keep(id);
+            if !kept && let Some(count) = announced.get_mut(id) {
                 *count -= 1;
                 if *count == 0 {
                     announced.remove(id);
                 }
             }
+            kept
         });
+    }
+}
+
+impl Drop for Announced<'_> {
+    fn drop(&mut self) {
+        self.retain(|_| false);
     }
 }

@@ -95,6 +95,14 @@ impl Tables {
         })
     }
 
+    /// Chunks that may have bytes in a tier the index does not name.
+    pub fn pending_in(&self, tier: Tier) -> &Table<Bytes> {
+        match tier {
+            Tier::Flash => &self.pending,
+            Tier::Cold => &self.pending_cold,
+        }
+    }
+
     pub fn totals(&self, txn: &RoTxn<'_, AnyTls>) -> Result<Totals> {
         let found = self.sums.get(txn, "totals")?;
         found.map_or_else(|| Ok(Totals::default()), |b| decode("totals", b))
@@ -114,7 +122,7 @@ pub struct Store {
     pub(crate) space: Space,
     pub(crate) residents: Mutex<Residents>,
     pub(crate) manifests: Manifests,
-    /// Chunks whose files are being written.
+    /// Chunks whose files are being written, and by how many.
     pub(crate) announced: Mutex<HashMap<ChunkId, u32>>,
     writing: Mutex<()>,
     /// One chunk moves into the cold tier, or out of it, at a time.

@@ -32,6 +32,15 @@ pub fn page_aligned(bytes: &[u8]) -> Result<SlotMut> {
     Ok(slot)
 }
 
+fn no_cold_tier() -> StoreError {
+    StoreError::Refused("there is no cold tier; set cold.url".into())
+}
+
+/// Whether a chunk may be evicted. One that cannot be read in the index may: nobody finds it there.
+pub(crate) fn may_leave(record: Result<Option<ChunkRecord>>, now: u64) -> bool {
+    record.ok().flatten().is_none_or(|r| !r.is_pinned(now))
+}
+
 impl Store {
     pub(crate) fn residents(&self) -> MutexGuard<'_, Residents> {
         self.residents.lock().unwrap_or_else(PoisonError::into_inner)
@@ -60,7 +69,7 @@ impl Store {
             after = Some(*last);
             for (id, record) in &batch {
                 let heat = read.heat(id);
-                for tier in [Tier::Flash, Tier::Cold] {
+                for tier in Tier::ALL {
                     if let Some(placement) = record.placement(tier) {
                         found.push((heat.last, *id, tier, self.item(record, placement, &heat)));
                     }
@@ -104,8 +113,7 @@ impl Store {
                 heat.last = now;
             });
         }
-        let mut residents = self.residents();
-        ids.iter().for_each(|id| residents.access(id, near));
+        self.residents().access(ids, near);
     }
 
     /// How long a load took.
@@ -142,18 +150,15 @@ impl Store {
         tier: Tier,
         copy: usize,
     ) -> Result<(SlotMut, Superblock)> {
-        let bytes =
-            match tier {
-                Tier::Flash => self.volume.read_copy(id, copy).map_err(|source| {
-                    StoreError::File { what: "read", path: self.volume.path(id), source }
-                })?,
-                Tier::Cold => {
-                    let cold = self.cold.as_ref().ok_or(StoreError::ColdMissing)?;
-                    page_aligned(&cold.get(id)?)?
-                }
-            };
+        let bytes = match tier {
+            Tier::Flash => self.volume.read_copy(id, copy)?,
+            Tier::Cold => {
+                let cold = self.cold.as_ref().ok_or_else(no_cold_tier)?;
+                page_aligned(&cold.get(id)?)?
+            }
+        };
         let tokens = self.read()?.tokens(id)?;
-        let tokens = tokens.ok_or_else(|| StoreError::Refused(format!("no chunk {id}")))?;
+        let tokens = tokens.ok_or_else(|| StoreError::Unknown(*id))?;
         let found = ChunkFile::verify(&bytes, &self.identity.expectation(*id, &tokens))?;
         if bytes.len() != found.file_len() {
             return Err(matkv_format::FormatError::Length {
@@ -165,16 +170,30 @@ impl Store {
         Ok((bytes, found))
     }
 
-    /// The first good copy on flash, or the reason why the last is not.
-    pub(crate) fn read_any_copy(&self, id: &ChunkId) -> Result<(SlotMut, Superblock)> {
-        let mut outcome = self.read_verified(id, Tier::Flash, 0);
-        for copy in 1..self.volume.copies() {
-            if outcome.is_ok() {
-                break;
-            }
-            outcome = self.read_verified(id, Tier::Flash, copy);
+    /// Copies a tier keeps of a chunk.
+    pub fn copies_in(&self, tier: Tier) -> usize {
+        match tier {
+            Tier::Flash => self.volume.copies(),
+            Tier::Cold => 1,
         }
-        outcome
+    }
+
+    /// The first good copy in these tiers, verified whole.
+    ///
+    /// # Errors
+    /// Why the last that was tried is not good, or that there is none.
+    pub fn read_good(&self, id: &ChunkId, tiers: &[Tier]) -> Result<(SlotMut, Superblock)> {
+        let record = self.read()?.chunk(id)?.ok_or_else(|| StoreError::Unknown(*id))?;
+        let mut last = StoreError::Refused(format!("chunk {id} has no bytes there"));
+        for tier in tiers.iter().filter(|t| record.placement(**t).is_some()) {
+            for copy in 0..self.copies_in(*tier) {
+                match self.read_verified(id, *tier, copy) {
+                    Ok(good) => return Ok(good),
+                    Err(e) => last = e,
+                }
+            }
+        }
+        Err(last)
     }
 
     fn recoded(
@@ -202,7 +221,7 @@ impl Store {
     /// If it cannot be read, or the cold tier does not take it: it stays where it is.
     pub fn demote(&self, id: &ChunkId, why: &str) -> Result<u64> {
         let (Some(cold), Some(options)) = (&self.cold, &self.options.cold) else {
-            return Err(StoreError::Refused("there is no cold tier; set cold.url".into()));
+            return Err(no_cold_tier());
         };
         let one = self.moving_cold.lock().unwrap_or_else(PoisonError::into_inner);
         let record = self.read()?.chunk(id)?;
@@ -211,12 +230,12 @@ impl Store {
         };
         let mut placement = record.cold;
         if placement.is_none() {
-            let (bytes, found) = self.read_any_copy(id)?;
+            let (bytes, found) = self.read_good(id, &[Tier::Flash])?;
             let tier = &options.tier;
             let file = self.recoded(id, (&bytes, &found), tier.encoding, tier.level)?;
             // Known before it is there, whatever a crash leaves. What is on the list already was
             // condemned, and would be taken for this one.
-            let condemned = self.read()?.pending_in(Tier::Cold)?.contains(id);
+            let condemned = self.read()?.is_pending_in(Tier::Cold, id)?;
             let mut txn = self.write()?;
             txn.mark_pending_in(Tier::Cold, id)?;
             txn.commit()?;
@@ -224,13 +243,7 @@ impl Store {
                 cold.remove(id)?;
             }
             let there = cold.put(id, file)?;
-            let len = there.file_len() as u64;
-            placement = Some(Placement {
-                encoding: there.encoding,
-                bytes: len,
-                physical: len,
-                checksum: there.checksum(),
-            });
+            placement = Some(Placement::of(&there, there.file_len() as u64));
         }
         let mut txn = self.write()?;
         // It may have been deleted meanwhile: then the object goes too.
@@ -275,8 +288,7 @@ impl Store {
         let now = unix_seconds();
         while self.space.used() > share(self.options.low_watermark) && go_on(moved.1) {
             let read = self.read()?;
-            let mut may_leave =
-                |id: &ChunkId| read.chunk(id).ok().flatten().is_none_or(|r| !r.is_pinned(now));
+            let mut may_leave = |id: &ChunkId| may_leave(read.chunk(id), now);
             let victim = self.residents().of(Tier::Flash).evict(&mut may_leave);
             let Some(id) = victim else { break };
             let Some(record) = read.chunk(&id)?.filter(|r| r.flash.is_some()) else { continue };
@@ -330,14 +342,14 @@ impl Store {
     /// # Errors
     /// As [`Self::write_file`], or if the index fails.
     pub fn put_on_flash(&self, id: &ChunkId, file: &[u8]) -> Result<u64> {
-        self.announce(&[*id])?;
+        let announced = self.announce(&[*id])?;
         let outcome = self.write_file(id, file).and_then(|placement| {
             let mut txn = self.write()?;
             let known = txn.place(id, Tier::Flash, Some(placement), None)?;
             txn.commit()?;
             Ok(if known { placement.physical } else { 0 })
         });
-        self.withdraw(&[*id]);
+        drop(announced);
         if matches!(outcome, Ok(0)) {
             self.remove_pending()?;
         }
@@ -405,7 +417,7 @@ impl Store {
     /// # Errors
     /// If there is none, or it cannot be written.
     pub fn heal(&self, id: &ChunkId, copy: usize) -> Result<()> {
-        let (bytes, found) = self.read_any_copy(id)?;
+        let (bytes, found) = self.read_good(id, &[Tier::Flash])?;
         let _one = self.placing.lock().unwrap_or_else(PoisonError::into_inner);
         self.make_room(found.file_len() as u64, id)?;
         if self.read()?.chunk(id)?.is_none_or(|r| r.flash.is_none()) {

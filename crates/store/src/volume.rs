@@ -7,12 +7,16 @@
 
 use std::fs::File;
 use std::io::ErrorKind;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use matkv_sys::{CrashPoint, DirectFile, Fault, ReadPart, crash_point, fault, sync_directory};
-use matkv_types::ChunkId;
+use matkv_format::{FormatError, Superblock};
+use matkv_sys::{
+    CrashPoint, DirectFile, Fault, ReadPart, Region, SlotMut, crash_point, fault, sync_directory,
+};
+use matkv_types::{ChunkId, PAGE_BYTES};
 
 use crate::error::{Result, StoreError};
 
@@ -82,10 +86,41 @@ fn file_error(what: &'static str, path: &Path) -> impl FnOnce(std::io::Error) ->
 
 /// One copy of a chunk, opened.
 pub struct OpenCopy {
-    /// What to read, in no particular order.
-    pub parts: Vec<ReadPart>,
+    /// One for each directory.
+    files: Vec<Arc<File>>,
+    unit: usize,
     /// Bytes of the whole.
     pub len: usize,
+}
+
+impl OpenCopy {
+    /// What to read, in no particular order.
+    pub fn parts(&self) -> Vec<ReadPart> {
+        let width = self.files.len();
+        let unit = if width == 1 { self.len.max(1) } else { self.unit };
+        let part = |(i, offset): (usize, usize)| ReadPart {
+            file: Arc::clone(&self.files[i % width]),
+            file_offset: (i / width * unit) as u64,
+            offset,
+            len: unit.min(self.len - offset),
+        };
+        (0..self.len).step_by(unit).enumerate().map(part).collect()
+    }
+
+    /// What it says of itself.
+    ///
+    /// # Errors
+    /// The system's reason, or what is wrong with it.
+    pub fn superblock(&self) -> Result<Superblock> {
+        let mut page = Region::anonymous(PAGE_BYTES).exclusive(0..PAGE_BYTES)?;
+        if self.len < PAGE_BYTES {
+            return Err(FormatError::Length { expected: PAGE_BYTES, found: self.len }.into());
+        }
+        let failed = file_error("read the superblock of", Path::new("a chunk file"));
+        // No unit is smaller than a page.
+        self.files[0].read_exact_at(&mut page, 0).map_err(failed)?;
+        Ok(Superblock::decode(&page)?)
+    }
 }
 
 impl Volume {
@@ -171,35 +206,36 @@ impl Volume {
             len += usize::try_from(found.len()).unwrap_or(usize::MAX);
             files.push(Arc::new(file));
         }
-        let width = files.len();
-        let unit = if width == 1 { len.max(1) } else { self.unit };
-        let part = |(i, offset): (usize, usize)| ReadPart {
-            file: Arc::clone(&files[i % width]),
-            file_offset: (i / width * unit) as u64,
-            offset,
-            len: unit.min(len - offset),
-        };
-        let parts = (0..len).step_by(unit).enumerate().map(part).collect();
-        Ok(OpenCopy { parts, len })
+        Ok(OpenCopy { files, unit: self.unit, len })
     }
 
-    /// Reads one copy whole.
+    /// Reads one copy whole, unless its superblock says that it has another length. Its bytes are
+    /// not verified.
     ///
     /// # Errors
-    /// The system's reason.
-    pub fn read_copy(&self, id: &ChunkId, copy: usize) -> std::io::Result<matkv_sys::SlotMut> {
-        use std::os::unix::fs::FileExt;
-        let open = self.open_copy(id, copy)?;
-        if open.len == 0 {
-            return Err(ErrorKind::UnexpectedEof.into());
+    /// The system's reason, or what is wrong with the superblock.
+    pub fn read_copy(&self, id: &ChunkId, copy: usize) -> Result<SlotMut> {
+        let failed = |source| file_error("read", &self.path(id))(source);
+        let open = self.open_copy(id, copy).map_err(failed)?;
+        // Before anything is allocated: a file may have any length.
+        let expected = open.superblock()?.file_len();
+        if open.len != expected {
+            return Err(FormatError::Length { expected, found: open.len }.into());
         }
-        let region = matkv_sys::Region::anonymous(open.len);
-        let mut bytes = region.exclusive(0..open.len).map_err(std::io::Error::other)?;
-        for part in &open.parts {
+        let mut bytes = Region::anonymous(open.len).exclusive(0..open.len)?;
+        for part in &open.parts() {
             let target = &mut bytes[part.offset..part.offset + part.len];
-            part.file.read_exact_at(target, part.file_offset)?;
+            part.file.read_exact_at(target, part.file_offset).map_err(failed)?;
         }
         Ok(bytes)
+    }
+
+    /// What a copy says of itself.
+    ///
+    /// # Errors
+    /// The system's reason, or what is wrong with it.
+    pub fn superblock(&self, id: &ChunkId, copy: usize) -> Result<Superblock> {
+        self.open_copy(id, copy).map_err(file_error("read", &self.path(id)))?.superblock()
     }
 
     /// Writes a chunk, all copies: temporary files, data to the devices, renames, directories to

@@ -294,3 +294,59 @@ fn a_background_read_answers() {
     assert_eq!(got[0].1.as_ref().unwrap(), &file(1, Encoding::EXACT));
     assert!(matches!(got[1].1, Err(StoreError::ColdMissing)));
 }
+
+/// Parts of a large chunk whose writer was killed before the first object go with the chunk, and
+/// nobody else's do.
+#[test]
+fn parts_without_a_chunk_are_removed() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = cold(&url(dir.path())).unwrap().place;
+    let tier = ColdTier::open(&options, FP).unwrap();
+    tier.put(&id(1), file(1, Encoding::EXACT)).unwrap();
+    let whole = objects(&dir.path().join("slow")).remove(0);
+    let bucket = whole.parent().unwrap().parent().unwrap();
+    let part = |n: u32, number: u32| {
+        let name = id(n).to_string();
+        let directory = bucket.join(&name[..2]);
+        std::fs::create_dir_all(&directory).unwrap();
+        let path = directory.join(format!("{name}.0badcafe.{number}"));
+        std::fs::write(&path, b"half of a chunk").unwrap();
+        path
+    };
+    let (lost, kept) = ([part(2, 1), part(2, 2)], part(3, 1));
+    tier.remove(&id(2)).unwrap();
+    assert!(lost.iter().all(|p| !p.exists()) && kept.exists() && whole.exists());
+    tier.remove(&id(4)).unwrap();
+}
+
+/// An operator's look at a chunk finds out a bad object, and leaves one alone that cannot be
+/// reached.
+#[test]
+fn verifying_covers_the_cold_tier() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open_with(dir.path(), |o| o.cold = cold(&url(dir.path())));
+    put_all(&store, 1..4);
+    for n in 1..4 {
+        store.demote(&id(n), "for a test").unwrap();
+    }
+    let object = |n: u32| {
+        let name = format!("{}.kv", id(n));
+        objects(&dir.path().join("slow")).into_iter().find(|p| p.ends_with(&name)).unwrap()
+    };
+    flip(&object(2));
+    std::fs::remove_file(object(3)).unwrap();
+    let errors = [1, 2, 3].map(|n| {
+        let checked = store.verify_chunk(&id(n), &Tier::ALL).unwrap();
+        assert_eq!(checked.len(), 1);
+        checked[0].error.as_ref().map(|e| e.to_string())
+    });
+    assert_eq!(errors[0], None);
+    assert!(errors[1].as_ref().is_some_and(|e| e.contains("checksum")), "{errors:?}");
+    assert!(errors[2].as_ref().is_some_and(|e| e.contains("no such chunk")), "{errors:?}");
+    assert_eq!([1, 2, 3].map(|n| listed(&store, n, Tier::Cold)), [true, false, false]);
+    drop(store);
+    // Without a cold tier nothing is known about what is there.
+    let store = open(dir.path());
+    let checked = store.verify_chunk(&id(1), &Tier::ALL).unwrap();
+    assert!(checked[0].error.is_some() && listed(&store, 1, Tier::Cold));
+}

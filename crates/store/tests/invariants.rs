@@ -71,7 +71,7 @@ fn ingest(store: &Store, name: &str, chunks: &[u32]) -> Result<(), StoreError> {
     new.sort_unstable();
     new.dedup();
     let ids: Vec<_> = new.iter().map(|n| id(*n)).collect();
-    store.announce(&ids)?;
+    let _announced = store.announce(&ids)?;
     let placed: Result<Vec<_>, _> = new
         .iter()
         .map(|n| {
@@ -79,23 +79,22 @@ fn ingest(store: &Store, name: &str, chunks: &[u32]) -> Result<(), StoreError> {
             store.write_file(&id(*n), &matkv_store::page_aligned(&file)?)
         })
         .collect();
-    let outcome = placed.and_then(|placed| {
+    placed.and_then(|placed| {
         let mut txn = store.write()?;
         for (n, placement) in new.iter().zip(placed) {
             txn.put_chunk(&common::new_chunk(*n, Some(placement)))?;
         }
         txn.put_documents(&[&document(name, chunks)])?;
         txn.commit().map(drop)
-    });
-    store.withdraw(&ids);
-    outcome
+    })
 }
 
 /// One that may be refused, but not fail in another way.
 fn may_refuse<T>(outcome: Result<T, StoreError>) {
-    use StoreError::{ColdMissing, File, Format, Full, Refused};
+    use StoreError::{ColdMissing, File, Format, Full, Refused, Unknown};
     match outcome.map(drop) {
-        Ok(()) | Err(Refused(_) | Full { .. } | Format(_) | File { .. } | ColdMissing) => {}
+        Ok(())
+        | Err(Refused(_) | Unknown(_) | Full { .. } | Format(_) | File { .. } | ColdMissing) => {}
         Err(other) => panic!("{other:?}"),
     }
 }

@@ -5,8 +5,8 @@ mod common;
 use std::path::Path;
 
 use common::{
-    LEN, cold, document, du, file, flip, id, identity, new_chunk, open, open_with, put, put_all,
-    readable, tokens, try_put, used, write,
+    LEN, cold, document, du, file, flip, id, identity, listed, new_chunk, open, open_with, put,
+    put_all, readable, scrub, tokens, try_put, used, write,
 };
 use matkv_store::{DocumentRecord, RebuildReport, Store, StoreOptions, Tier};
 use matkv_types::Encoding;
@@ -36,14 +36,14 @@ fn garbage_is_what_nobody_waits_for() {
     put_all(&store, [1]);
     write(&store, 2);
     let file = matkv_store::page_aligned(&file(3, Encoding::EXACT)).unwrap();
-    store.announce(&[id(3)]).unwrap();
+    let announced = store.announce(&[id(3)]).unwrap();
     store.write_file(&id(3), &file).unwrap();
     assert_eq!((used(&store), du(dir.path())), (3 * LEN, 3 * LEN));
     assert!(store.explain(&id(2)).unwrap().join("\n").contains("not committed"));
     assert_eq!(store.collect_garbage(false, false).unwrap().orphans, (1, LEN));
     assert!(readable(&store, 1) && !store.files().exists(&id(2)) && store.files().exists(&id(3)));
     assert_eq!((used(&store), du(dir.path())), (2 * LEN, 2 * LEN));
-    store.withdraw(&[id(3)]);
+    drop(announced);
     assert_eq!(store.collect_garbage(false, false).unwrap().orphans, (1, LEN));
     assert_eq!(store.collect_garbage(false, false).unwrap().orphans, (0, 0));
     assert_eq!((used(&store), du(dir.path())), (LEN, LEN));
@@ -54,11 +54,11 @@ fn garbage_is_what_nobody_waits_for() {
 fn each_announcement_counts() {
     let dir = tempfile::tempdir().unwrap();
     let store = open(dir.path());
-    store.announce(&[id(1)]).unwrap();
+    let announced = store.announce(&[id(1)]).unwrap();
     write(&store, 1);
     store.collect_garbage(false, false).unwrap();
     assert!(store.files().exists(&id(1)));
-    store.withdraw(&[id(1)]);
+    drop(announced);
     assert_eq!(store.collect_garbage(false, false).unwrap().orphans, (1, LEN));
 }
 
@@ -70,7 +70,7 @@ fn a_killed_ingest_leaves_nothing_for_good() {
     put_all(&store, [1]);
     let file = matkv_store::page_aligned(&file(2, Encoding::EXACT)).unwrap();
     // 3 was announced only.
-    store.announce(&[id(2), id(3)]).unwrap();
+    drop(store.announce(&[id(2), id(3)]).unwrap());
     store.write_file(&id(2), &file).unwrap();
     drop(store);
     let store = open_with(dir.path(), |o| o.flash.capacity = Some(2 * LEN));
@@ -265,4 +265,47 @@ fn a_failed_change_is_not_rebuilt() {
     assert_eq!(contents(&store), before);
     assert_eq!(store.read().unwrap().tokens(&id(1)).unwrap(), Some(tokens(1)));
     try_put(&store, 2).unwrap();
+}
+
+/// Somebody removes an indexed file by hand: what is written in its place is counted once.
+#[test]
+fn a_file_removed_by_hand_is_not_counted_twice() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    put_all(&store, 1..3);
+    for _ in 0..3 {
+        std::fs::remove_file(store.files().path(&id(1))).unwrap();
+        let file = matkv_store::page_aligned(&file(1, Encoding::EXACT)).unwrap();
+        assert_eq!(store.put_on_flash(&id(1), &file).unwrap(), LEN);
+        assert_eq!((used(&store), du(dir.path())), (2 * LEN, 2 * LEN));
+    }
+    // One that is not written again is counted until that is found out.
+    std::fs::remove_file(store.files().path(&id(2))).unwrap();
+    assert_eq!(scrub(&store).bad, 1);
+    assert_eq!((used(&store), du(dir.path())), (LEN, LEN));
+}
+
+/// A file of an absurd length is refused before memory is given to it.
+#[test]
+fn a_huge_file_is_refused_unread() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open(dir.path());
+    put_all(&store, 1..3);
+    let path = |n| store.files().path(&id(n));
+    let grow = |path| std::fs::File::options().write(true).open(path).unwrap().set_len(1 << 43);
+    grow(path(1)).unwrap();
+    // Not even a superblock.
+    std::fs::write(path(2), vec![0; 4096]).unwrap();
+    grow(path(2)).unwrap();
+    assert_eq!(scrub(&store).bad, 2);
+    assert!(!listed(&store, 1, Tier::Flash) && !listed(&store, 2, Tier::Flash));
+    // Nor when the index is gone.
+    put_all(&store, 3..4);
+    grow(path(3)).unwrap();
+    drop(store);
+    let index = std::fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().path().join("index"));
+    index.filter(|p| p.exists()).for_each(|p| std::fs::remove_dir_all(p).unwrap());
+    let store = open(dir.path());
+    let report = store.rebuild(&mut |_, _| Ok(None)).unwrap();
+    assert_eq!((report.chunks, report.quarantined), (0, 1));
 }

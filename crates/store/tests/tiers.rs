@@ -220,7 +220,7 @@ fn what_nobody_has_used_for_long_expires() {
     let mut new = document("new", &[4]);
     new.ingested_at = unix_seconds();
     put(&store, &new, &[]);
-    assert_eq!(scrub(&store).expired, 2);
+    assert_eq!(scrub(&store).expired.len(), 2);
     assert_eq!([1, 2, 3, 4].map(|n| listed(&store, n, Tier::Flash)), [false, true, true, true]);
     assert!(!listed(&store, 5, Tier::Cold) && store.cold().unwrap().scan().unwrap().is_empty());
     assert!(explain(&store, 1).contains("tenant.ttl"));

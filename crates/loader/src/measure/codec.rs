@@ -6,48 +6,28 @@
 
 use std::time::Instant;
 
-use matkv_format::{ChunkFile, Superblock};
+use matkv_format::Superblock;
 use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
-use matkv_store::{Store, Tier};
-use matkv_types::{ChunkId, Codec, Encoding, KvDtype, KvLayout, Mode};
+use matkv_ring::size_class;
+use matkv_store::Store;
+use matkv_sys::Region;
+use matkv_types::{Codec, Encoding, KvDtype, KvLayout, Mode};
 
-use crate::compile::restore;
+use super::{Stored, stored, text};
+use crate::arena::{Arena, ChunkSlot};
+use crate::compile::{compile_prefix, restore};
 use crate::plan::{Plan, PlannedSource};
-
-fn text(e: impl std::fmt::Display) -> String {
-    e.to_string()
-}
-
-/// A bf16 chunk file.
-pub struct Exact {
-    id: ChunkId,
-    tokens: Vec<u32>,
-    file: Vec<u8>,
-    found: Superblock,
-}
 
 /// Reads chunks of at least `rows` rows.
 ///
 /// # Errors
 /// If there are too few, or their rows are not bf16.
-pub fn exact(store: &Store, count: usize, rows: usize) -> Result<Vec<Exact>, String> {
-    let mut out = Vec::new();
-    let all = store.read().and_then(|r| r.chunks_after(None, usize::MAX)).map_err(text)?;
-    for (id, record) in all {
-        if out.len() == count || (record.rows as usize) < rows || record.flash.is_none() {
-            continue;
-        }
-        let (bytes, found) = store.read_verified(&id, Tier::Flash, 0).map_err(text)?;
-        if found.encoding != Encoding::EXACT {
-            return Err(format!("chunk {id} is {}, not bf16+none", found.encoding));
-        }
-        let tokens = found.tokens(&bytes).map_err(text)?;
-        out.push(Exact { id, tokens, file: bytes[..found.file_len()].to_vec(), found });
-    }
-    if out.len() < count {
-        return Err(format!("{count} chunks of {rows} rows are needed, there are {}", out.len()));
-    }
-    Ok(out)
+pub fn exact(store: &Store, count: usize, rows: usize) -> Result<Vec<Stored>, String> {
+    let exact = |chunk: Stored| match chunk.found.encoding {
+        Encoding::EXACT => Ok(chunk),
+        other => Err(format!("chunk {} is {other}, not bf16+none", chunk.id)),
+    };
+    stored(store, count, rows)?.map(|chunk| chunk.and_then(exact)).collect()
 }
 
 /// One row of the table.
@@ -67,28 +47,26 @@ pub struct Cost {
 ///
 /// # Errors
 /// If a codec fails.
-pub fn cost(store: &Store, chunks: &[Exact], to: Encoding, level: i32) -> Result<Cost, String> {
-    let (mut stored, mut wide) = (0usize, 0usize);
+pub fn cost(store: &Store, chunks: &[Stored], to: Encoding, level: i32) -> Result<Cost, String> {
+    let (mut at_rest, mut wide) = (0usize, 0usize);
     let (mut encoding, mut decoding, mut restored) = (0.0, 0.0, 0usize);
     for chunk in chunks {
-        let expect = store.identity().expectation(chunk.id, &chunk.tokens);
         let started = Instant::now();
-        let file = ChunkFile::transcode(&chunk.file, &chunk.found, &expect, to, level);
+        let file = chunk.transcode(store, to, level)?;
         encoding += started.elapsed().as_secs_f64();
-        let file = file.map_err(text)?;
         let found = Superblock::decode(&file).map_err(text)?;
         let kv = KvLayout::new(found.shape, to.dtype.in_arena(), found.rows);
         let mut out = vec![1u8; kv.total_bytes()];
         let started = Instant::now();
         restore(&file, &found, &mut out)?;
         decoding += started.elapsed().as_secs_f64();
-        stored += file.len();
+        at_rest += file.len();
         restored += out.len();
         wide += KvLayout::new(found.shape, KvDtype::Bf16, found.rows).total_bytes();
     }
     Ok(Cost {
         encoding: to,
-        ratio: wide as f64 / stored as f64,
+        ratio: wide as f64 / at_rest as f64,
         encode: wide as f64 / encoding,
         decode: restored as f64 / decoding,
     })
@@ -113,10 +91,8 @@ struct Rows {
     layout: KvLayout,
 }
 
-fn rows_of(store: &Store, chunk: &Exact, dtype: KvDtype) -> Result<Rows, String> {
-    let expect = store.identity().expectation(chunk.id, &chunk.tokens);
-    let to = Encoding::new(dtype, Codec::None);
-    let file = ChunkFile::transcode(&chunk.file, &chunk.found, &expect, to, 1).map_err(text)?;
+fn rows_of(store: &Store, chunk: &Stored, dtype: KvDtype) -> Result<Rows, String> {
+    let file = chunk.transcode(store, Encoding::new(dtype, Codec::None), 1)?;
     let found = Superblock::decode(&file).map_err(text)?;
     let layout = KvLayout::new(found.shape, dtype.in_arena(), found.rows);
     let mut bytes = vec![0u8; layout.total_bytes()];
@@ -140,12 +116,14 @@ pub fn fidelity(
     store: &Store,
     model: &LanguageModel,
     prefix: &[u32],
-    chunks: &[Exact],
+    chunks: &[Stored],
     questions: &[Question<'_>],
     dtypes: &[KvDtype],
     answer: usize,
 ) -> Result<Vec<Fidelity>, String> {
-    let prefix_rows = compile_prefix(model, prefix);
+    let bytes = KvLayout::new(model.kv_shape(), KvDtype::Bf16, prefix.len()).total_bytes();
+    let arena = Arena::new(&Region::anonymous(size_class(bytes)), 0..size_class(bytes));
+    let prefix_rows = compile_prefix(model, prefix, &arena).map_err(text)?;
     let mut samples: Vec<Vec<f64>> = vec![Vec::new(); dtypes.len()];
     let mut same = vec![0usize; dtypes.len()];
     for question in questions {
@@ -202,33 +180,11 @@ fn divergence(p: &[f32], q: &[f32]) -> f64 {
     p.iter().zip(q).map(term).sum::<f64>().max(0.0)
 }
 
-fn compile_prefix(model: &LanguageModel, prefix: &[u32]) -> Rows {
-    let layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, prefix.len());
-    let mut bytes = vec![0u8; layout.total_bytes()];
-    let rows: Vec<ForwardRow> = prefix
-        .iter()
-        .enumerate()
-        .map(|(i, &token)| ForwardRow { token, position: i, row: i })
-        .collect();
-    let own =
-        Segment { source: Source::Own, first_row: 0, rows: prefix.len(), position: 0, shift: 0 };
-    let segments = [own];
-    let step = Step {
-        rows: &rows,
-        segments: &segments,
-        own: &mut bytes,
-        own_layout: layout,
-        logits: false,
-    };
-    model.forward(&mut [step]);
-    Rows { bytes, layout }
-}
-
 /// The answer, greedy or forced, and the logits of each of its tokens.
 fn decode(
     model: &LanguageModel,
     plan: &Plan,
-    prefix: &Rows,
+    prefix: &ChunkSlot,
     chunks: &[Rows],
     answer: usize,
     forced: Option<&[u32]>,
@@ -238,7 +194,7 @@ fn decode(
         .iter()
         .map(|s| Segment {
             source: match s.source {
-                PlannedSource::Prefix => Source::Slot(&prefix.bytes, prefix.layout),
+                PlannedSource::Prefix => Source::Slot(prefix.section(), prefix.layout()),
                 PlannedSource::Chunk(i) => Source::Slot(&chunks[i].bytes, chunks[i].layout),
                 PlannedSource::Own => Source::Own,
             },

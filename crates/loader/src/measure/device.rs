@@ -10,6 +10,8 @@ use matkv_sys::{
     open_engine,
 };
 
+use super::text;
+
 /// One way of reading, and what it reached.
 #[derive(Clone, Debug)]
 pub struct Point {
@@ -37,15 +39,14 @@ pub struct Directory {
 /// Bytes of the file that is read.
 const FILE_BYTES: usize = 256 << 20;
 
+/// Bytes of a chunk, as the file is written and read.
+const SLOT: usize = 16 << 20;
+
 /// A file of its own, removed at the end.
 pub struct Probe {
     file: tempfile::NamedTempFile,
     bytes: usize,
     region: Arc<Region>,
-}
-
-fn text(e: impl std::fmt::Display) -> String {
-    e.to_string()
 }
 
 impl Probe {
@@ -57,7 +58,7 @@ impl Probe {
         std::fs::create_dir_all(dir)
             .map_err(|e| format!("cannot create {}: {e}", dir.display()))?;
         let free = free_bytes(dir).map_err(text)?;
-        let bytes = FILE_BYTES.min((free / 4) as usize) / (16 << 20) * (16 << 20);
+        let bytes = FILE_BYTES.min((free / 4) as usize) / SLOT * SLOT;
         if bytes == 0 {
             return Err(format!("{} has only {free} bytes free", dir.display()));
         }
@@ -65,14 +66,14 @@ impl Probe {
         let file = file.map_err(|e| format!("cannot write in {}: {e}", dir.display()))?;
         let region = Region::anonymous(64 << 20);
         // Not zeros: devices and file systems may treat those otherwise.
-        let mut page = region.exclusive(0..16 << 20).map_err(text)?;
+        let mut page = region.exclusive(0..SLOT).map_err(text)?;
         let mut state = 0x9e37_79b9_7f4a_7c15u64;
         for word in page.chunks_exact_mut(8) {
             state = state.wrapping_mul(0xd129_42f0_35a2_2d1b).wrapping_add(1);
             word.copy_from_slice(&state.to_le_bytes());
         }
         use std::os::unix::fs::FileExt;
-        for at in (0..bytes).step_by(16 << 20) {
+        for at in (0..bytes).step_by(SLOT) {
             file.as_file().write_all_at(&page, at as u64).map_err(text)?;
         }
         drop(page);
@@ -91,14 +92,14 @@ impl Probe {
     /// # Errors
     /// If the file cannot be opened.
     pub fn directory(&self) -> Result<Directory, String> {
-        let opened = DirectFile::open(self.file.path()).map_err(text)?;
+        let opened = DirectFile::open(self.path()).map_err(text)?;
         let (done, _keep) = bounded(1);
         let options = EngineOptions { kind: EngineKind::Uring, ..EngineOptions::default() };
         let uring = open_engine(options, &self.region, done);
         Ok(Directory {
             direct: opened.direct,
             uring: uring.map(|(engine, _)| engine.describe().to_owned()).map_err(text),
-            free: free_bytes(self.file.path()).map_err(text)?,
+            free: free_bytes(self.path()).map_err(text)?,
         })
     }
 
@@ -107,11 +108,10 @@ impl Probe {
     /// # Errors
     /// If the engine cannot be used or a read fails.
     pub fn rate(&self, options: EngineOptions) -> Result<f64, String> {
-        const SLOT: usize = 16 << 20;
         let (done, completions) = bounded(matkv_sys::REQUESTS_MAX);
         let (engine, _) = open_engine(options, &self.region, done).map_err(text)?;
-        let file = Arc::new(DirectFile::open(self.file.path()).map_err(text)?.file);
-        evict_page_cache(self.file.path()).map_err(text)?;
+        let file = Arc::new(DirectFile::open(self.path()).map_err(text)?.file);
+        evict_page_cache(self.path()).map_err(text)?;
         let started = Instant::now();
         let (mut next, mut under_way) = (0, 0);
         let mut free: Vec<usize> = (0..self.region.len() / SLOT).collect();

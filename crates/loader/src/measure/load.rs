@@ -1,14 +1,16 @@
 //! From a cold device into the arena, through the code that serves: store, engine, verification,
 //! decoding. Only the model is not there.
 
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, bounded};
-use matkv_format::{ChunkFile, Superblock};
+use crossbeam::channel::{Receiver, Sender, bounded};
+use matkv_format::ChunkFile;
 use matkv_store::{
-    DocumentRecord, NewChunk, Store, StoreOptions, Tier, Volume, VolumeKind, page_aligned,
+    DocumentRecord, NewChunk, Store, StoreOptions, Tier, TierOptions, Volume, VolumeKind,
+    page_aligned,
 };
 pub use matkv_sys::EngineOptions;
 use matkv_sys::{
@@ -17,24 +19,21 @@ use matkv_sys::{
 };
 use matkv_types::{ChunkId, ContentId, Encoding, KvLayout};
 
+use super::{stored, text};
 use crate::chunk_spec::ChunkSpec;
 use crate::compile::restore;
 use crate::keeper::NOTES_MAX;
-use crate::onboard::{self, OnboardInlets, Onboarding, Shelf};
+use crate::onboard::{self, OnboardInlets, OnboardOutlets, Onboarding, Shelf};
 use crate::rates::Rates;
 use crate::world::{Found, LoadJob, Loaded};
 
-fn text(e: impl std::fmt::Display) -> String {
-    e.to_string()
-}
+/// Level of the lossless stage.
+const LEVEL: i32 = 3;
 
 /// A chunk as the benchmark has it.
-#[derive(Clone)]
-pub struct Sample {
-    /// Its id.
-    pub id: ChunkId,
-    /// Its tokens.
-    pub tokens: Arc<[u32]>,
+struct Sample {
+    id: ChunkId,
+    tokens: Arc<[u32]>,
 }
 
 /// A store of its own with the chunks of another, in one encoding.
@@ -88,7 +87,7 @@ impl Bench {
         let options = StoreOptions {
             directories,
             kind,
-            flash: matkv_store::TierOptions { encoding, level: 3, capacity: None },
+            flash: TierOptions { encoding, level: LEVEL, capacity: None },
             ..StoreOptions::new(dir.to_owned())
         };
         let identity = from.identity().clone();
@@ -96,32 +95,16 @@ impl Bench {
             fingerprint: identity.fingerprint,
             shape: identity.shape,
             encoding,
-            level: 3,
+            level: LEVEL,
             base_position: identity.base_position,
         };
         let store = Store::open(options, identity).map_err(text)?;
         let mut samples = Vec::new();
-        let all = from.read().and_then(|r| r.chunks_after(None, usize::MAX)).map_err(text)?;
-        for (id, record) in all {
-            if samples.len() == count {
-                break;
-            }
-            if (record.rows as usize) < rows || record.flash.is_none() {
-                continue;
-            }
-            let (bytes, found) = from.read_verified(&id, Tier::Flash, 0).map_err(text)?;
-            let tokens = found.tokens(&bytes).map_err(text)?;
-            let expect = spec.expectation(id, &tokens);
-            let file = ChunkFile::transcode(&bytes, &found, &expect, encoding, 3).map_err(text)?;
-            add(&store, id, &tokens, &file)?;
-            samples.push(Sample { id, tokens: tokens.into() });
-        }
-        if samples.len() < count {
-            return Err(format!(
-                "{} chunks of {rows} rows are needed, there are {}; ingest more documents",
-                count,
-                samples.len()
-            ));
+        for chunk in stored(from, count, rows)? {
+            let chunk = chunk?;
+            let file = chunk.transcode(from, encoding, LEVEL)?;
+            add(&store, chunk.id, &chunk.tokens, &file)?;
+            samples.push(Sample { id: chunk.id, tokens: chunk.tokens.into() });
         }
         let shelf = Arc::new(BenchShelf { store, spec, rates: Rates::default() });
         Ok(Self { shelf, samples, encoding })
@@ -138,11 +121,6 @@ impl Bench {
     pub fn stored_bytes(&self, count: usize) -> u64 {
         let files = self.shelf.store.files();
         self.samples[..count].iter().map(|s| files.physical_bytes(&s.id)).sum()
-    }
-
-    /// How the chunks are written.
-    pub fn encoding(&self) -> Encoding {
-        self.encoding
     }
 
     /// Seconds of bringing the first `count` chunks from a cold device into an arena. `slow` may
@@ -167,6 +145,7 @@ impl Bench {
         let bytes: usize = samples.iter().map(slot).sum();
         let segment =
             Segment::create(&format!("matkv-bench-{}", std::process::id()), bytes).map_err(text)?;
+        let (starts, start) = bounded(REQUESTS_MAX);
         let (reads, read) = bounded(REQUESTS_MAX);
         let (fetched, fetch) = bounded(1);
         let (loaded, outcomes) = bounded(REQUESTS_MAX);
@@ -180,9 +159,9 @@ impl Bench {
             }
         };
         let shelf: Arc<dyn Shelf> = Arc::clone(&self.shelf) as _;
-        let onboarding =
-            Onboarding::new(shelf, engine, fetched, loaded, keeper, threads).map_err(text)?;
-        let inlets = OnboardInlets { reads: read, fetched: fetch };
+        let to = OnboardOutlets { starts, fetched, loaded, keeper };
+        let onboarding = Onboarding::new(shelf, engine, to, threads).map_err(text)?;
+        let inlets = OnboardInlets { starts: start, reads: read, fetched: fetch };
         let (stop, stopped) = bounded::<()>(0);
         let spent = std::thread::scope(|scope| {
             for _ in 0..threads {
@@ -204,22 +183,25 @@ impl Bench {
         slot: impl Fn(&Sample) -> usize,
     ) -> Result<Duration, String> {
         let mut at = 0;
-        let mut targets = Vec::new();
-        for sample in samples {
+        let mut jobs = Vec::new();
+        let read = self.shelf.store.read().map_err(text)?;
+        for (tag, sample) in samples.iter().enumerate() {
             let len = slot(sample);
-            targets.push(segment.region().exclusive(at..at + len).map_err(text)?);
+            let target = segment.region().exclusive(at..at + len).map_err(text)?;
             at += len;
+            let (tag, id, tokens) = (tag as u64, sample.id, Arc::clone(&sample.tokens));
+            let placement = read.chunk(&id).map_err(text)?.and_then(|r| r.flash);
+            let bytes = placement.ok_or("a chunk has left flash")?.bytes;
+            let found = Found { tier: Tier::Flash, encoding: self.encoding, bytes };
+            jobs.push(LoadJob { tag, id, tokens, found, target });
         }
-        let found = Found { tier: Tier::Flash, encoding: self.encoding };
+        drop(read);
         let started = Instant::now();
-        let (mut next, mut done) = (samples.iter().zip(targets).enumerate(), 0);
-        let mut under_way = 0;
+        let (mut jobs, mut done, mut under_way) = (jobs.into_iter(), 0, 0);
         while done < samples.len() {
             while under_way < crate::world::LOADS_MAX
-                && let Some((tag, (sample, target))) = next.next()
+                && let Some(job) = jobs.next()
             {
-                let (id, tokens) = (sample.id, Arc::clone(&sample.tokens));
-                let job = LoadJob { tag: tag as u64, id, tokens, found, target };
                 onboarding.start(job).map_err(|(_, reason)| reason.to_string())?;
                 under_way += 1;
             }
@@ -237,32 +219,21 @@ impl Bench {
     /// If a file cannot be read.
     pub fn decode(&self, count: usize, threads: usize) -> Result<f64, String> {
         let form = self.encoding.in_arena().dtype;
-        let mut work: Vec<(&Sample, SlotMut, Vec<u8>)> = Vec::new();
+        // It has room for all.
+        let (todo, jobs) = bounded::<(&Sample, SlotMut, Vec<u8>)>(count);
         for sample in &self.samples[..count] {
             let file = self.shelf.store.files().read_copy(&sample.id, 0).map_err(text)?;
             let layout = KvLayout::new(self.shelf.spec.shape, form, sample.tokens.len());
             // Touched before: the arena is, too.
-            work.push((sample, file, vec![1u8; layout.total_bytes()]));
+            let _ = todo.send((sample, file, vec![1u8; layout.total_bytes()]));
         }
-        let (todo, jobs) = bounded::<(&Sample, SlotMut, Vec<u8>)>(work.len());
+        drop(todo);
         let started = Instant::now();
         let failed = std::thread::scope(|scope| {
-            let workers: Vec<_> = (0..threads)
-                .map(|_| {
-                    let jobs = jobs.clone();
-                    scope.spawn(move || {
-                        for (sample, file, mut out) in jobs {
-                            self.decode_one(sample, &file, &mut out)?;
-                        }
-                        Ok::<(), String>(())
-                    })
-                })
-                .collect();
-            for job in work {
-                // The channel has room for all.
-                let _ = todo.send(job);
-            }
-            drop(todo);
+            let work = || {
+                jobs.iter().try_for_each(|(s, file, mut out)| self.decode_one(s, &file, &mut out))
+            };
+            let workers: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
             workers.into_iter().find_map(|w| w.join().map_or(Some("panic".into()), |r| r.err()))
         });
         match failed {
@@ -273,7 +244,7 @@ impl Bench {
 
     fn decode_one(&self, sample: &Sample, file: &[u8], out: &mut [u8]) -> Result<(), String> {
         let expect = self.shelf.spec.expectation(sample.id, &sample.tokens);
-        let found: Superblock = ChunkFile::verify(file, &expect).map_err(text)?;
+        let found = ChunkFile::verify(file, &expect).map_err(text)?;
         if found.encoding.is_arena_form() {
             return Ok(());
         }
@@ -283,10 +254,10 @@ impl Bench {
 
 /// Writes a chunk and enters it.
 fn add(store: &Store, id: ChunkId, tokens: &[u32], file: &[u8]) -> Result<(), String> {
-    store.announce(&[id]).map_err(text)?;
+    let announced = store.announce(&[id]).map_err(text)?;
     let file = page_aligned(file).map_err(text)?;
     let placement = store.write_file(&id, &file).map_err(text)?;
-    store.withdraw(&[id]);
+    drop(announced);
     let mut txn = store.write().map_err(text)?;
     let (tokens, flash, cold, vector) = (tokens.to_vec(), Some(placement), None, None);
     let content = ContentId::of_tokens(&tokens);
@@ -304,21 +275,21 @@ fn add(store: &Store, id: ChunkId, tokens: &[u32], file: &[u8]) -> Result<(), St
 /// add up to on a machine that has one.
 struct Throttled {
     rate: u64,
-    done: crossbeam::channel::Sender<ReadDone>,
-    /// When each device is free, by the directory's file.
-    free: Arc<std::sync::Mutex<std::collections::HashMap<u64, Instant>>>,
+    done: Sender<ReadDone>,
+    /// When each device is free, by its number.
+    free: Mutex<HashMap<usize, Instant>>,
 }
 
 impl Throttled {
-    fn new(rate: u64, done: crossbeam::channel::Sender<ReadDone>) -> Self {
-        Self { rate, done, free: Arc::default() }
+    fn new(rate: u64, done: Sender<ReadDone>) -> Self {
+        Self { rate, done, free: Mutex::default() }
     }
 }
 
 impl ReadEngine for Throttled {
     fn submit(&self, mut request: ReadRequest) {
         use std::os::unix::fs::FileExt;
-        let (rate, done, free) = (self.rate, self.done.clone(), Arc::clone(&self.free));
+        let done = self.done.clone();
         // Files of one device take turns; the n-th part file of a stripe is on the n-th device.
         let mut devices: Vec<*const std::fs::File> = Vec::new();
         let mut device = |part: &matkv_sys::ReadPart| {
@@ -326,12 +297,12 @@ impl ReadEngine for Throttled {
             devices.iter().position(|d| *d == file).unwrap_or_else(|| {
                 devices.push(file);
                 devices.len() - 1
-            }) as u64
+            })
         };
         let mut until = Instant::now();
         for part in &request.parts {
-            let spent = Duration::from_secs_f64(part.len as f64 / rate as f64);
-            let mut free = free.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+            let spent = Duration::from_secs_f64(part.len as f64 / self.rate as f64);
+            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
             let at = free.entry(device(part)).or_insert_with(Instant::now);
             *at = (*at).max(Instant::now()) + spent;
             until = until.max(*at);

@@ -120,9 +120,9 @@ impl<'s> ReadTxn<'s> {
         found.take(most).map(|e| e.map(|(key, _)| name(key)).map_err(Into::into)).collect()
     }
 
-    /// Whether a chunk may have files the index does not name.
-    pub(crate) fn is_pending(&self, id: &ChunkId) -> Result<bool> {
-        Ok(self.store.tables.pending.get(&self.txn, id.as_bytes())?.is_some())
+    /// Whether a chunk may have files in a tier that the index does not name.
+    pub(crate) fn is_pending_in(&self, tier: Tier, id: &ChunkId) -> Result<bool> {
+        Ok(self.store.tables.pending_in(tier).get(&self.txn, id.as_bytes())?.is_some())
     }
 
     /// Chunks that may have files the index does not name.
@@ -135,9 +135,7 @@ impl<'s> ReadTxn<'s> {
 
     /// The same of any tier.
     pub(crate) fn pending_in(&self, tier: Tier) -> Result<Vec<ChunkId>> {
-        let tables = &self.store.tables;
-        let table = if tier == Tier::Flash { &tables.pending } else { &tables.pending_cold };
-        keys(table, &self.txn)
+        keys(self.store.tables.pending_in(tier), &self.txn)
     }
 }
 
@@ -199,7 +197,7 @@ impl<'s> WriteTxn<'s> {
             self.totals.count(old, false);
         }
         self.totals.count(record, true);
-        for tier in [Tier::Flash, Tier::Cold] {
+        for tier in Tier::ALL {
             let before = old.as_ref().and_then(|o| o.placement(tier));
             let after = record.placement(tier);
             if before != after {
@@ -239,7 +237,7 @@ impl<'s> WriteTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn mark_pending(&mut self, id: &ChunkId) -> Result<()> {
-        Ok(self.store.tables.pending.put(&mut self.txn, id.as_bytes(), &[])?)
+        self.mark_pending_in(Tier::Flash, id)
     }
 
     /// [`Self::mark_pending`] of any tier.
@@ -247,20 +245,12 @@ impl<'s> WriteTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub(crate) fn mark_pending_in(&mut self, tier: Tier, id: &ChunkId) -> Result<()> {
-        match tier {
-            Tier::Flash => self.mark_pending(id),
-            Tier::Cold => {
-                Ok(self.store.tables.pending_cold.put(&mut self.txn, id.as_bytes(), &[])?)
-            }
-        }
+        Ok(self.store.tables.pending_in(tier).put(&mut self.txn, id.as_bytes(), &[])?)
     }
 
     /// [`Self::clear_pending`] of any tier.
     pub(crate) fn clear_pending_in(&mut self, tier: Tier, id: &ChunkId) -> Result<()> {
-        if tier == Tier::Flash {
-            return self.clear_pending(id);
-        }
-        self.store.tables.pending_cold.delete(&mut self.txn, id.as_bytes())?;
+        self.store.tables.pending_in(tier).delete(&mut self.txn, id.as_bytes())?;
         Ok(())
     }
 
@@ -274,8 +264,7 @@ impl<'s> WriteTxn<'s> {
     /// # Errors
     /// If the index fails.
     pub fn clear_pending(&mut self, id: &ChunkId) -> Result<()> {
-        self.store.tables.pending.delete(&mut self.txn, id.as_bytes())?;
-        Ok(())
+        self.clear_pending_in(Tier::Flash, id)
     }
 
     /// Writes how warm chunks are; of those the index knows.
@@ -370,8 +359,7 @@ impl<'s> WriteTxn<'s> {
             if record.cold.is_some() {
                 self.mark_pending_in(Tier::Cold, &id)?;
             }
-            let tiers = [Tier::Flash, Tier::Cold].into_iter();
-            self.moves.extend(tiers.map(|tier| (id, tier, None)));
+            self.moves.extend(Tier::ALL.map(|tier| (id, tier, None)));
             if let Some(vector) = record.vector {
                 self.store.tables.vectors.delete(&mut self.txn, &vector)?;
                 vectors.push(vector);

@@ -55,10 +55,8 @@ pub fn file(n: u32, encoding: Encoding) -> Vec<u8> {
 /// Writes chunk `n` to flash.
 pub fn write(store: &Store, n: u32) -> Placement {
     let file = page_aligned(&file(n, Encoding::EXACT)).unwrap();
-    store.announce(&[id(n)]).unwrap();
-    let placement = store.write_file(&id(n), &file).unwrap();
-    store.withdraw(&[id(n)]);
-    placement
+    let _announced = store.announce(&[id(n)]).unwrap();
+    store.write_file(&id(n), &file).unwrap()
 }
 
 pub fn new_chunk(n: u32, flash: Option<Placement>) -> NewChunk {
@@ -101,10 +99,9 @@ pub fn cold(url: &str) -> Option<ColdTierOptions> {
 /// As [`put`] of one document with one chunk of its own, and named after it.
 pub fn try_put(store: &Store, n: u32) -> Result<()> {
     let file = page_aligned(&file(n, Encoding::EXACT))?;
-    store.announce(&[id(n)])?;
-    let written = store.write_file(&id(n), &file);
-    store.withdraw(&[id(n)]);
-    let placement = written?;
+    let announced = store.announce(&[id(n)])?;
+    let placement = store.write_file(&id(n), &file)?;
+    drop(announced);
     let mut txn = store.write()?;
     txn.put_chunk(&new_chunk(n, Some(placement)))?;
     txn.put_documents(&[&document(&n.to_string(), &[n])])?;
