@@ -7,7 +7,9 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use matkv_api::Client;
-use matkv_api::v1::{GenerateRequest, GetStatusRequest, ListDocumentsRequest};
+use matkv_api::v1::{
+    GenerateRequest, GetStatusRequest, GetStatusResponse, IngestSummary, ListDocumentsRequest,
+};
 use matkv_config::{Config, Resolved};
 use matkv_loader_core::process::evict_page_cache;
 
@@ -26,40 +28,41 @@ pub async fn run(
     format: Format,
 ) -> anyhow::Result<ExitCode> {
     let mut notes = Vec::new();
-    let (store, name) = match command {
-        BenchCommand::E2e(o) => (o.store.as_deref(), "e2e"),
-        BenchCommand::Cold(o) => (o.store.as_deref(), "cold"),
-        BenchCommand::Load(o) => {
-            let figures = bench_store::load(resolved, o).await?;
-            return show(resolved, "load", &figures, &notes, format);
+    let (name, figures) = match command {
+        BenchCommand::E2e(o) => {
+            let measure = async |client| e2e(client, o, &mut notes).await;
+            ("e2e", with_pair(resolved, o.store.as_deref(), measure).await)
         }
-        BenchCommand::Codec(o) => {
-            let figures = bench_store::codec(resolved, o, &mut notes).await?;
-            return show(resolved, "codec", &figures, &notes, format);
+        BenchCommand::Cold(o) => {
+            let measure = async |client| cold(client, o, &mut notes).await;
+            ("cold", with_pair(resolved, o.store.as_deref(), measure).await)
         }
-        BenchCommand::Trace(o) => {
-            let figures = bench_store::trace(o, &mut notes)?;
-            return show(resolved, "trace", &figures, &notes, format);
-        }
-        BenchCommand::Start(o) => {
-            let figures = bench_store::start(resolved, o).await?;
-            return show(resolved, "start", &figures, &notes, format);
-        }
+        BenchCommand::Load(o) => ("load", bench_store::load(resolved, o).await),
+        BenchCommand::Codec(o) => ("codec", bench_store::codec(resolved, o, &mut notes).await),
+        BenchCommand::Trace(o) => ("trace", bench_store::trace(o, &mut notes)),
+        BenchCommand::Start(o) => ("start", bench_store::start(resolved, o).await),
     };
+    show(resolved, name, &figures?, &notes, format)
+}
+
+/// Measures a pair of processes of its own.
+async fn with_pair(
+    resolved: &Resolved,
+    store: Option<&Path>,
+    measure: impl AsyncFnOnce(Client) -> anyhow::Result<Vec<Figure>>,
+) -> anyhow::Result<Vec<Figure>> {
     let directory = tempfile::tempdir().context("a temporary directory")?;
     let log = [("log.level", "warn".to_owned())];
     // Beside the store, on the device that serves it; /tmp may be memory.
     let (store, _temporary) = bench_store::place(resolved, store)?;
-    let store = store.as_path();
-    let resolved = private(resolved, directory.path(), store, &log)?;
+    let resolved = private(resolved, directory.path(), &store, &log)?;
     let mut pair = Pair::start(&resolved)?;
     let measured = tokio::select! {
-        outcome = measure(&mut pair, &resolved, command, &mut notes) => outcome,
+        outcome = async { measure(pair.ready(&resolved.config).await?).await } => outcome,
         _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
     };
     pair.stop()?;
-    let figures = measured?;
-    show(&resolved, name, &figures, &notes, format)
+    measured
 }
 
 fn show(
@@ -85,26 +88,8 @@ fn show(
     Ok(ExitCode::SUCCESS)
 }
 
-async fn measure(
-    pair: &mut Pair,
-    resolved: &Resolved,
-    command: &BenchCommand,
-    notes: &mut Vec<String>,
-) -> anyhow::Result<Vec<Figure>> {
-    let client = pair.ready(&resolved.config).await?;
-    match command {
-        BenchCommand::E2e(o) => e2e(client, o, notes).await,
-        BenchCommand::Cold(o) => cold(client, o, notes).await,
-        // They need no pair that serves; `run` has answered them.
-        BenchCommand::Load(_)
-        | BenchCommand::Codec(_)
-        | BenchCommand::Trace(_)
-        | BenchCommand::Start(_) => Ok(Vec::new()),
-    }
-}
-
 /// Documents by the number in their name, then by name.
-pub fn by_number(mut sources: Vec<Source>, limit: Option<usize>) -> Vec<Source> {
+fn by_number(mut sources: Vec<Source>, limit: Option<usize>) -> Vec<Source> {
     let key = |s: &Source| {
         let name = s.name("");
         let stem = Path::new(&name).file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -127,18 +112,22 @@ pub fn lines(path: &Path, field: &str) -> anyhow::Result<Vec<String>> {
     Ok(text.lines().filter(|l| !l.trim().is_empty()).map(value).collect())
 }
 
-async fn ingest_corpus(
+/// Ingests documents in order of their numbers, every one.
+pub async fn ingest_all(
     client: &Client,
     corpus: &[String],
     limit: Option<usize>,
-) -> anyhow::Result<Vec<Figure>> {
+) -> anyhow::Result<IngestSummary> {
     let (found, skipped) = collect(corpus)?;
     ensure!(skipped.is_empty(), "{}: {}", skipped[0].name, skipped[0].reason);
     let sources = by_number(found, limit);
     ensure!(!sources.is_empty(), "no documents in {corpus:?}");
     let (summary, failed) = ingest(client.clone(), sources, "stdin", true).await?;
     ensure!(failed.is_empty(), "{}: {}", failed[0].name, failed[0].reason);
-    let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
+    Ok(summary)
+}
+
+fn corpus_figures(status: &GetStatusResponse, summary: &IngestSummary) -> Vec<Figure> {
     let mut figures = vec![
         Figure::exact("documents", status.documents as f64, "documents"),
         Figure::exact("chunks", status.chunks as f64, "chunks"),
@@ -149,7 +138,7 @@ async fn ingest_corpus(
         let rate = summary.tokens_computed as f64 / summary.seconds;
         figures.push(Figure::exact("ingest_tokens_per_s", rate, "tokens/s"));
     }
-    Ok(figures)
+    figures
 }
 
 async fn e2e(
@@ -157,7 +146,9 @@ async fn e2e(
     o: &E2eOptions,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Vec<Figure>> {
-    let mut out = ingest_corpus(&client, &o.corpus, o.documents).await?;
+    let summary = ingest_all(&client, &o.corpus, o.documents).await?;
+    let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
+    let mut out = corpus_figures(&status, &summary);
     let questions = lines(&o.questions, "query")?;
     let answers = o.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
     let modes: Vec<String> =
@@ -240,8 +231,7 @@ async fn whole_chunks(
     ids.truncate(count);
     ensure!(ids.len() == count, "the corpus has only {} whole chunks", ids.len());
     let root = Path::new(&status.store_dir).join(&status.fingerprint[..16]).join("chunks");
-    let paths = ids.iter().map(|id| root.join(&id[..2]).join(format!("{id}.kv")));
-    let paths: Vec<PathBuf> = paths.collect();
+    let paths = ids.iter().map(|id| root.join(&id[..2]).join(format!("{id}.kv"))).collect();
     Ok((ids, paths))
 }
 
@@ -250,7 +240,7 @@ async fn cold(
     o: &ColdOptions,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Vec<Figure>> {
-    ingest_corpus(&client, &o.corpus, None).await?;
+    ingest_all(&client, &o.corpus, None).await?;
     let (ids, files) = whole_chunks(&client, o.chunks).await?;
     let bytes: u64 = files.iter().map(|f| std::fs::metadata(f).map_or(0, |m| m.len())).sum();
     let with_fio = fio::is_installed();

@@ -10,14 +10,12 @@ use matkv_loader_core::offline::{self, Store};
 use matkv_types::{Codec, Encoding, KvDtype};
 
 use crate::args::{CodecOptions, LoadOptions, StartOptions, TraceBenchOptions};
-use crate::bench::by_number;
+use crate::bench::{ingest_all, lines};
 use crate::figures::Figure;
 use crate::fio;
-use crate::ingest::ingest;
 use crate::out::say;
 use crate::pair::{Pair, private};
 use crate::render::table;
-use crate::sources::collect;
 
 fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
     result.map_err(|e| anyhow!("{e}"))
@@ -48,13 +46,7 @@ async fn corpus(
     let mut pair = Pair::start(&resolved)?;
     let worked = async {
         let client = pair.ready(&resolved.config).await?;
-        let (found, skipped) = collect(corpus)?;
-        ensure!(skipped.is_empty(), "{}: {}", skipped[0].name, skipped[0].reason);
-        let sources = by_number(found, documents);
-        ensure!(!sources.is_empty(), "no documents in {corpus:?}");
-        let (_, failed) = ingest(client.clone(), sources, "stdin", true).await?;
-        ensure!(failed.is_empty(), "{}: {}", failed[0].name, failed[0].reason);
-        Ok(())
+        ingest_all(&client, corpus, documents).await
     }
     .await;
     pair.stop()?;
@@ -95,7 +87,7 @@ pub async fn load(resolved: &Resolved, o: &LoadOptions) -> anyhow::Result<Vec<Fi
         benches.push((name, own(bench)?));
     }
     let threads = Config::threads(resolved.config.io_threads);
-    let options = engine(&resolved.config);
+    let options = offline::engine_options(&resolved.config);
     let mut figures = Vec::new();
     for (label, count) in [("4x1024_", 4), ("", o.chunks)] {
         let mut rounds: Vec<Vec<Round>> = benches.iter().map(|_| Vec::new()).collect();
@@ -176,10 +168,6 @@ fn stripe(
     Ok(Figure::median("stripe2_over_single_throttled", &ratios, "ratio"))
 }
 
-fn engine(config: &Config) -> load::EngineOptions {
-    offline::engine_options(config)
-}
-
 /// Ratio, speed and fidelity of every encoding, on real KV.
 pub async fn codec(
     resolved: &Resolved,
@@ -202,9 +190,8 @@ pub async fn codec(
     }
     let (model, prefix) = offline::model(&resolved.config)?;
     let questions = text_questions(&o.questions, o.count)?;
-    let rests: anyhow::Result<Vec<Vec<u32>>> =
-        questions.iter().map(|q| Ok(offline::rest(&model, q)?)).collect();
-    let rests = rests?;
+    let rests: Vec<Vec<u32>> =
+        questions.iter().map(|q| offline::rest(&model, q)).collect::<Result<_, _>>()?;
     let asked: Vec<codec::Question<'_>> = rests
         .iter()
         .enumerate()
@@ -213,9 +200,9 @@ pub async fn codec(
             rest,
         })
         .collect();
-    let dtypes = KvDtype::AT_REST;
-    let fidelity =
-        own(codec::fidelity(&store, &model, &prefix, &chunks, &asked, &dtypes, o.answer))?;
+    let dtypes = &KvDtype::AT_REST;
+    let fidelity = codec::fidelity(&store, &model, &prefix, &chunks, &asked, dtypes, o.answer);
+    let fidelity = own(fidelity)?;
     notes.push(codec_table(&costs, &fidelity));
     notes.push(format!(
         "{} chunks of 1,024 tokens, {} questions over 4 of them, {} answer tokens; one thread; \
@@ -230,15 +217,9 @@ pub async fn codec(
 fn codec_figures(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> Vec<Figure> {
     let mut figures = Vec::new();
     for (dtype, f) in KvDtype::AT_REST.iter().zip(fidelity) {
-        let interval = (f.kl - f.kl_interval, f.kl + f.kl_interval);
-        let (low, high) = interval;
-        figures.push(Figure {
-            name: format!("kl_{dtype}"),
-            value: f.kl,
-            unit: "nats/token",
-            low,
-            high,
-        });
+        let (name, unit) = (format!("kl_{dtype}"), "nats/token");
+        let (low, high) = (f.kl - f.kl_interval, f.kl + f.kl_interval);
+        figures.push(Figure { name, value: f.kl, unit, low, high });
         figures.push(Figure::exact(format!("top1_{dtype}"), f.top1, "share"));
     }
     for c in costs {
@@ -268,7 +249,7 @@ fn codec_table(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> String {
 }
 
 fn text_questions(path: &Path, count: usize) -> anyhow::Result<Vec<String>> {
-    let all = crate::bench::lines(path, "query")?;
+    let all = lines(path, "query")?;
     ensure!(!all.is_empty(), "{} has no questions", path.display());
     Ok(all.into_iter().take(count).collect())
 }

@@ -38,7 +38,7 @@ macro_rules! ask {
     };
 }
 
-fn said(status: tonic::Status) -> anyhow::Error {
+pub fn said(status: tonic::Status) -> anyhow::Error {
     anyhow::anyhow!("{}", status.message())
 }
 
@@ -129,27 +129,20 @@ pub fn run(
             }
         }
         ChunksCommand::Stat { ids } => {
-            let chunks: anyhow::Result<Vec<_>> = ids.iter().map(|id| access.stat(id)).collect();
-            details(&chunks?, format);
+            details(&each(ids, |id| access.stat(id))?, format);
         }
         ChunksCommand::Verify { ids } => return verify(&mut access, ids, format),
         ChunksCommand::Pin { ids, ttl } => {
             let ttl = ttl.as_deref().map(parse_duration).transpose();
             let ttl = ttl.map_err(|e| anyhow::anyhow!("--ttl: {e}"))?;
             let seconds = ttl.map(|t: Duration| t.as_secs().max(1));
-            let pinned: anyhow::Result<Vec<_>> =
-                ids.iter().map(|id| access.pin(id, seconds)).collect();
-            show(&pinned?, format);
+            show(&each(ids, |id| access.pin(id, seconds))?, format);
         }
         ChunksCommand::Unpin { ids } => {
-            let free: anyhow::Result<Vec<_>> =
-                ids.iter().map(|id| access.pin(id, Some(0))).collect();
-            show(&free?, format);
+            show(&each(ids, |id| access.pin(id, Some(0)))?, format);
         }
         ChunksCommand::Move { tier, ids } => {
-            let moved: anyhow::Result<Vec<_>> =
-                ids.iter().map(|id| access.move_to(id, tier)).collect();
-            show(&moved?, format);
+            show(&each(ids, |id| access.move_to(id, tier))?, format);
         }
         ChunksCommand::Rm { ids, tier } => {
             let mut freed = 0;
@@ -177,6 +170,13 @@ pub fn run(
         ChunksCommand::RebuildIndex { .. } => {}
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn each(
+    ids: &[String],
+    ask: impl FnMut(&String) -> anyhow::Result<Chunk>,
+) -> anyhow::Result<Vec<Chunk>> {
+    ids.iter().map(ask).collect()
 }
 
 fn garbage(r: &CollectGarbageResponse, format: Format) {

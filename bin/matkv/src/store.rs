@@ -13,6 +13,7 @@ use serde_json::json;
 use tokio::runtime::Runtime;
 
 use crate::args::{Format, StoreCommand};
+use crate::chunks::said;
 use crate::out::say;
 
 /// Bytes of a part.
@@ -73,10 +74,8 @@ fn fill(
     };
     runtime.block_on(async {
         let request = ExportRequest { document_ids: documents.to_vec() };
-        let mut parts = client.export(request).await.map_err(|e| anyhow!("{}", e.message()))?;
-        while let Some(part) =
-            parts.get_mut().message().await.map_err(|e| anyhow!("{}", e.message()))?
-        {
+        let mut parts = client.export(request).await.map_err(said)?;
+        while let Some(part) = parts.get_mut().message().await.map_err(said)? {
             to.write_all(&part.data)?;
         }
         to.flush()?;
@@ -108,7 +107,7 @@ fn import_from(
             }
         });
         let parts = tokio_stream::wrappers::ReceiverStream::new(receiver);
-        let done = client.import(parts).await.map_err(|e| anyhow!("{}", e.message()))?;
+        let done = client.import(parts).await.map_err(said)?;
         reading.await?.with_context(|| format!("cannot read {file}"))?;
         anyhow::Ok(done.into_inner())
     })?;

@@ -1,6 +1,6 @@
 //! `matkv trace`: what both processes do, as a timeline.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -103,19 +103,16 @@ fn svg(spans: &[Span]) -> String {
     }
     let mut requests: Vec<(u64, u64)> = bars.iter().map(|((r, _), b)| (b.0, *r)).collect();
     requests.sort_unstable();
-    let mut order: Vec<u64> = Vec::new();
-    requests.iter().for_each(|(_, r)| {
-        if !order.contains(r) {
-            order.push(*r);
-        }
-    });
-    let height = TOP + ROW * order.len() as f64 + 30.0;
+    let mut seen = BTreeSet::new();
+    requests.retain(|(_, r)| seen.insert(*r));
+    let height = TOP + ROW * requests.len() as f64 + 30.0;
     let mut out = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n\
          <rect width=\"{WIDTH}\" height=\"{height}\" fill=\"white\"/>\n"
     );
-    for (i, (name, color)) in COLORS.iter().filter(|c| has(&bars, c.0)).enumerate() {
+    let drawn = COLORS.iter().filter(|c| bars.keys().any(|(_, name)| *name == c.0));
+    for (i, (name, color)) in drawn.enumerate() {
         let x = LEFT + 120.0 * i as f64;
         let side = if *name == "decode" { "B" } else { "A" };
         let _ = writeln!(
@@ -125,7 +122,7 @@ fn svg(spans: &[Span]) -> String {
             x + 16.0
         );
     }
-    for (row, request) in order.iter().enumerate() {
+    for (row, (_, request)) in requests.iter().enumerate() {
         let y = TOP + ROW * row as f64;
         let label = if *request == 0 { "ingest".into() } else { format!("request {}", row + 1) };
         let _ = writeln!(out, "<text x=\"4\" y=\"{}\">{label}</text>", y + 14.0);
@@ -152,10 +149,6 @@ fn svg(spans: &[Span]) -> String {
         WIDTH - 10.0
     );
     out
-}
-
-fn has(bars: &BTreeMap<(u64, &str), (u64, u64)>, name: &str) -> bool {
-    bars.keys().any(|(_, n)| *n == name)
 }
 
 #[cfg(test)]
