@@ -6,11 +6,15 @@
 
 use std::cell::RefCell;
 
-use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, TILE_ROWS};
+use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, Precision, TILE_ROWS};
 use rayon::prelude::*;
 
-use crate::block::{BLOCK_ROWS, Block, Partial, Queries, attend_block, merge};
+use crate::activations::{ActivationsMut, round_row};
+use crate::block::{
+    BLOCK_ROWS, Block, DIM_MAX, Partial, Queries, Scratch, attend_block, rounds_queries,
+};
 use crate::isa::Isa;
+use crate::totals::{merge, store_row};
 
 /// Query rows one task takes; with three query heads a KV head, 48 rows share each K tile.
 const QUERY_ROWS: usize = 16;
@@ -40,14 +44,21 @@ pub struct AttentionJob<'a> {
     pub segments: Vec<SegmentView<'a>>,
     /// Prompt position of each query row.
     pub positions: &'a [usize],
-    /// `[query rows][heads · head_dim]`.
-    pub out: &'a mut [f32],
+    /// `[query rows][heads · head_dim]`; of any type, whatever the precision.
+    pub out: ActivationsMut<'a>,
+}
+
+/// Where a plan's output goes.
+#[derive(Clone, Copy)]
+enum Out {
+    F32(*mut f32),
+    Bf16(*mut u16),
 }
 
 struct Plan<'a> {
     segments: Vec<SegmentView<'a>>,
     positions: &'a [usize],
-    out: *mut f32,
+    out: Out,
     blocks: Vec<(usize, usize)>,
 }
 
@@ -59,6 +70,7 @@ unsafe impl Sync for Plan<'_> {}
 #[derive(Clone, Copy)]
 struct Geometry {
     isa: Isa,
+    precision: Precision,
     layer: usize,
     heads: usize,
     kv_heads: usize,
@@ -75,28 +87,35 @@ impl Geometry {
 ///
 /// # Panics
 /// If a segment does not fit its section or sizes disagree.
-pub fn attend(isa: Isa, layer: usize, heads: usize, jobs: Vec<AttentionJob<'_>>) {
+pub fn attend(
+    isa: Isa,
+    precision: Precision,
+    layer: usize,
+    heads: usize,
+    jobs: Vec<AttentionJob<'_>>,
+) {
     let Some(shape) = jobs.iter().find_map(|j| j.segments.first()).map(|s| s.layout.shape) else {
         return;
     };
-    let g = Geometry { isa, layer, heads, kv_heads: shape.kv_heads, dim: shape.head_dim };
-    assert!(g.dim.is_multiple_of(32) && heads.is_multiple_of(g.kv_heads) && layer < shape.layers);
+    let (kv_heads, dim) = (shape.kv_heads, shape.head_dim);
+    let g = Geometry { isa, precision, layer, heads, kv_heads, dim };
+    assert!(dim.is_multiple_of(32) && dim <= DIM_MAX, "head dimension {dim}");
+    assert!(heads.is_multiple_of(kv_heads) && layer < shape.layers);
     let plans: Vec<Plan<'_>> = jobs.into_iter().map(|job| plan(&g, job)).collect();
     let mut tasks = Vec::new();
     for plan in &plans {
         for kv_head in 0..g.kv_heads {
             for first in (0..plan.positions.len()).step_by(QUERY_ROWS) {
-                let rows = QUERY_ROWS.min(plan.positions.len() - first);
-                tasks.push((plan, kv_head, first, rows));
+                let count = QUERY_ROWS.min(plan.positions.len() - first);
+                tasks.push((plan, Rows { kv_head, first, count }));
             }
         }
     }
-    tasks.into_par_iter().for_each(|(plan, kv_head, first, rows)| {
-        let small = plan.positions.len() <= SPLIT_CONTEXT_ROWS && plan.blocks.len() > 2;
-        if small {
-            split_over_context(&g, plan, kv_head, first, rows);
+    tasks.into_par_iter().for_each(|(plan, rows)| {
+        if plan.positions.len() <= SPLIT_CONTEXT_ROWS && plan.blocks.len() > 2 {
+            split_over_context(&g, plan, rows);
         } else {
-            sequential(&g, plan, kv_head, first, rows);
+            sequential(&g, plan, rows);
         }
     });
 }
@@ -119,38 +138,86 @@ fn plan<'a>(g: &Geometry, job: AttentionJob<'a>) -> Plan<'a> {
         let end = s.first_row + s.rows;
         blocks.extend((start..end).step_by(BLOCK_ROWS).map(|row| (i, row)));
     }
-    Plan { segments: job.segments, positions: job.positions, out: job.out.as_mut_ptr(), blocks }
+    let out = match job.out {
+        ActivationsMut::F32(out) => Out::F32(out.as_mut_ptr()),
+        ActivationsMut::Bf16(out) => Out::Bf16(out.as_mut_ptr()),
+    };
+    Plan { segments: job.segments, positions: job.positions, out, blocks }
 }
 
-/// Gathers the `rows · group` query rows of one KV head: `[row][head in group][dim]`.
-fn gather(
-    g: &Geometry,
-    s: &SegmentView<'_>,
+/// The query rows of one KV head: `[row][head in group][dim]`.
+#[derive(Default)]
+struct Gathered {
+    q: Vec<f32>,
+    rounded: Vec<u16>,
+}
+
+impl Gathered {
+    fn take(
+        &mut self,
+        g: &Geometry,
+        s: &SegmentView<'_>,
+        kv_head: usize,
+        first: usize,
+        rows: usize,
+    ) {
+        let (width, run) = (g.heads * g.dim, g.group() * g.dim);
+        self.q.clear();
+        for row in first..first + rows {
+            self.q.extend_from_slice(&s.queries[row * width + kv_head * run..][..run]);
+        }
+        self.rounded.clear();
+        if rounds_queries(g.precision, s.layout.dtype) {
+            self.rounded.resize(self.q.len(), 0);
+            // SAFETY: both have the same length, a multiple of 16.
+            unsafe { round_row(g.isa, &self.q, self.rounded.as_mut_ptr()) };
+        }
+    }
+}
+
+/// Memory a thread keeps from task to task.
+#[derive(Default)]
+struct Buffers {
+    gathered: Gathered,
+    visible: Vec<usize>,
+    partial: Vec<f32>,
+    total: Vec<f32>,
+    scratch: Box<Scratch>,
+}
+
+/// Runs `f` with the thread's buffers. They are taken out meanwhile, so that a task the thread
+/// steals while it waits inside `f` finds none and makes its own.
+fn with_buffers(f: impl FnOnce(&mut Buffers)) {
+    thread_local! {
+        static BUFFERS: RefCell<Option<Box<Buffers>>> = const { RefCell::new(None) };
+    }
+    let mut buffers = BUFFERS.take().unwrap_or_default();
+    f(&mut buffers);
+    BUFFERS.set(Some(buffers));
+}
+
+/// Some query rows of one KV head.
+#[derive(Clone, Copy)]
+struct Rows {
     kv_head: usize,
     first: usize,
-    rows: usize,
-) -> Vec<f32> {
-    let (width, run) = (g.heads * g.dim, g.group() * g.dim);
-    let mut q = Vec::with_capacity(rows * run);
-    for row in first..first + rows {
-        q.extend_from_slice(&s.queries[row * width + kv_head * run..][..run]);
-    }
-    q
+    count: usize,
 }
 
 fn block_partial(
     g: &Geometry,
     plan: &Plan<'_>,
     at: (usize, usize),
-    kv_head: usize,
-    (q, first, rows): (&[f32], usize, usize),
-    partial: &mut Partial,
+    rows: Rows,
+    (gathered, visible, scratch): (&Gathered, &mut Vec<usize>, &mut Scratch),
+    partial: &mut Partial<'_>,
 ) {
     let (s, start) = (&plan.segments[at.0], at.1);
+    let kv_head = rows.kv_head;
     let end = (s.first_row + s.rows - start).min(BLOCK_ROWS);
     let lo = s.first_row.saturating_sub(start);
-    let mut visible = Vec::with_capacity(rows * g.group());
-    for row in first..first + rows {
+    visible.clear();
+    for row in rows.first..rows.first + rows.count {
         // Keys at or before the query's position, counted from the block's first row.
         let seen = (plan.positions[row] + 1).saturating_sub(s.position).min(s.rows);
         let below = (s.first_row + seen).saturating_sub(start).min(end);
@@ -174,90 +241,79 @@ fn block_partial(
         lo,
         hi: end,
     };
+    let queries = Queries { q: &gathered.q, rounded: &gathered.rounded, dim: g.dim, visible };
     // SAFETY: `plan` checked that the segment's rows lie inside the section; blocks are padded to
     // whole tiles there; the section is borrowed, so nobody writes it.
-    unsafe { attend_block(g.isa, Queries { q, dim: g.dim, visible: &visible }, block, partial) }
+    unsafe { attend_block(g.isa, g.precision, queries, block, scratch, partial) }
 }
 
-/// Running totals of some rows.
-struct Total {
-    out: Vec<f32>,
-    max: Vec<f32>,
-    sum: Vec<f32>,
+/// Memory of the running total of `m` rows, none of which has seen anything yet.
+fn empty_total(memory: &mut Vec<f32>, m: usize, dim: usize) -> Partial<'_> {
+    memory.clear();
+    memory.resize(Partial::len(m, dim), 0.0);
+    let total = Partial::new(memory, m);
+    total.max.fill(f32::NEG_INFINITY);
+    total
 }
 
-impl Total {
-    fn new(m: usize, dim: usize) -> Self {
-        Self { out: vec![0.0; m * dim], max: vec![f32::NEG_INFINITY; m], sum: vec![0.0; m] }
-    }
-
-    fn add(&mut self, p: &Partial, dim: usize) {
-        for i in 0..self.max.len() {
-            let range = i * dim..(i + 1) * dim;
-            merge(
-                &mut self.out[range.clone()],
-                &mut self.max[i],
-                &mut self.sum[i],
-                (&p.out[range], p.max[i], p.sum[i]),
-            );
-        }
-    }
-
-    fn store(&self, g: &Geometry, plan: &Plan<'_>, kv_head: usize, first: usize, rows: usize) {
-        let (width, group) = (g.heads * g.dim, g.group());
-        for row in 0..rows {
-            for head in 0..group {
-                let m = row * group + head;
-                let at = (first + row) * width + (kv_head * group + head) * g.dim;
-                let inverse = 1.0 / self.sum[m];
-                for d in 0..g.dim {
-                    // SAFETY: `out` has a row of `width` for each position (checked in `plan`),
-                    // and this task alone owns these rows of this KV head.
-                    unsafe { *plan.out.add(at + d) = self.out[m * g.dim + d] * inverse };
-                }
+fn store(g: &Geometry, plan: &Plan<'_>, rows: Rows, total: &Partial<'_>) {
+    let (width, group) = (g.heads * g.dim, g.group());
+    for m in 0..rows.count * group {
+        let (row, head) = (rows.first + m / group, rows.kv_head * group + m % group);
+        let at = row * width + head * g.dim;
+        // SAFETY: `out` has a row of `width` for each position (checked in `plan`), and this
+        // task alone owns these rows of this KV head.
+        unsafe {
+            match plan.out {
+                Out::F32(out) => store_row(g.isa, total, m, out.add(at)),
+                Out::Bf16(out) => store_row(g.isa, total, m, out.add(at)),
             }
         }
     }
 }
 
-thread_local! {
-    static PARTIAL: RefCell<Option<(usize, Partial)>> = const { RefCell::new(None) };
-}
-
-fn sequential(g: &Geometry, plan: &Plan<'_>, kv_head: usize, first: usize, rows: usize) {
-    let m = rows * g.group();
-    let mut total = Total::new(m, g.dim);
-    let key = m * 4096 + g.dim;
-    let mut partial = PARTIAL
-        .with(|p| p.borrow_mut().take())
-        .filter(|(k, _)| *k == key)
-        .map_or_else(|| Partial::new(m, g.dim), |(_, p)| p);
-    let mut q: (usize, Vec<f32>) = (usize::MAX, Vec::new());
-    for &at in &plan.blocks {
-        if q.0 != at.0 {
-            q = (at.0, gather(g, &plan.segments[at.0], kv_head, first, rows));
+fn sequential(g: &Geometry, plan: &Plan<'_>, rows: Rows) {
+    let m = rows.count * g.group();
+    with_buffers(|b| {
+        let mut total = empty_total(&mut b.total, m, g.dim);
+        b.partial.resize(Partial::len(m, g.dim), 0.0);
+        let mut partial = Partial::new(&mut b.partial, m);
+        let mut segment = usize::MAX;
+        for &at in &plan.blocks {
+            if segment != at.0 {
+                segment = at.0;
+                b.gathered.take(g, &plan.segments[segment], rows.kv_head, rows.first, rows.count);
+            }
+            let memory = (&b.gathered, &mut b.visible, &mut *b.scratch);
+            block_partial(g, plan, at, rows, memory, &mut partial);
+            // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
+            unsafe { merge(g.isa, &mut total, &partial) };
         }
-        block_partial(g, plan, at, kv_head, (&q.1, first, rows), &mut partial);
-        total.add(&partial, g.dim);
-    }
-    PARTIAL.with(|p| *p.borrow_mut() = Some((key, partial)));
-    total.store(g, plan, kv_head, first, rows);
+        store(g, plan, rows, &total);
+    });
 }
 
-fn split_over_context(g: &Geometry, plan: &Plan<'_>, kv_head: usize, first: usize, rows: usize) {
-    let m = rows * g.group();
-    let queries: Vec<Vec<f32>> =
-        plan.segments.iter().map(|s| gather(g, s, kv_head, first, rows)).collect();
-    let partials: Vec<Partial> = plan
-        .blocks
-        .par_iter()
-        .map(|&at| {
-            let mut partial = Partial::new(m, g.dim);
-            block_partial(g, plan, at, kv_head, (&queries[at.0], first, rows), &mut partial);
-            partial
-        })
-        .collect();
-    let mut total = Total::new(m, g.dim);
-    partials.iter().for_each(|p| total.add(p, g.dim));
-    total.store(g, plan, kv_head, first, rows);
+fn split_over_context(g: &Geometry, plan: &Plan<'_>, rows: Rows) {
+    let m = rows.count * g.group();
+    let gather = |s: &SegmentView<'_>| {
+        let mut gathered = Gathered::default();
+        gathered.take(g, s, rows.kv_head, rows.first, rows.count);
+        gathered
+    };
+    let gathered: Vec<Gathered> = plan.segments.iter().map(gather).collect();
+    let len = Partial::len(m, g.dim);
+    let mut partials = vec![0.0; plan.blocks.len() * len];
+    partials.par_chunks_exact_mut(len).zip(&plan.blocks).for_each(|(memory, &at)| {
+        with_buffers(|b| {
+            let memory_of_block = (&gathered[at.0], &mut b.visible, &mut *b.scratch);
+            block_partial(g, plan, at, rows, memory_of_block, &mut Partial::new(memory, m));
+        });
+    });
+    let mut memory = Vec::new();
+    let mut total = empty_total(&mut memory, m, g.dim);
+    for partial in partials.chunks_exact_mut(len) {
+        // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
+        unsafe { merge(g.isa, &mut total, &Partial::new(partial, m)) };
+    }
+    store(g, plan, rows, &total);
 }

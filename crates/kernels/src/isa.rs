@@ -16,6 +16,8 @@ pub(crate) enum Kind {
     Avx2,
     /// AVX-512 F, BW, DQ, VL.
     Avx512,
+    /// The same with BF16 and VNNI: dot products of 16-bit pairs.
+    Avx512Dot,
 }
 
 impl Isa {
@@ -43,6 +45,10 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl")
             {
+                if is_x86_feature_detected!("avx512bf16") && is_x86_feature_detected!("avx512vnni")
+                {
+                    sets.push(Self(Kind::Avx512Dot));
+                }
                 sets.push(Self(Kind::Avx512));
             }
             if avx2 {
@@ -59,41 +65,53 @@ impl Isa {
             Kind::Portable => "portable",
             Kind::Avx2 => "avx2",
             Kind::Avx512 => "avx512",
+            Kind::Avx512Dot => "avx512-bf16",
         }
     }
 }
 
-/// Defines `fn $name(isa, args…)` that runs `$body::<L>` compiled for the given instruction set.
+/// Defines `fn $name(isa, args…)` that runs `$body::<L>` compiled for the given instruction set;
+/// with a type parameter `T`, `$body::<L, T>`.
 macro_rules! dispatch {
     (
-        $(#[$doc:meta])* $vis:vis unsafe fn $name:ident => $body:ident (
-            $($arg:ident: $ty:ty),* $(,)?
-        )
+        $(#[$doc:meta])* $vis:vis unsafe fn $name:ident $(<$t:ident: $bound:path>)? =>
+        $body:ident ($($arg:ident: $ty:ty),* $(,)?)
     ) => {
         $(#[$doc])*
-        $vis unsafe fn $name(isa: $crate::isa::Isa, $($arg: $ty),*) {
+        $vis unsafe fn $name $(<$t: $bound>)? (isa: $crate::isa::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma")]
-            unsafe fn avx2($($arg: $ty),*) {
+            unsafe fn avx2 $(<$t: $bound>)? ($($arg: $ty),*) {
                 // SAFETY: same contract as the caller's; the feature is enabled here.
-                unsafe { $body::<$crate::lanes_avx2::Avx2>($($arg),*) }
+                unsafe { $body::<$crate::lanes_avx2::Avx2 $(, $t)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-            unsafe fn avx512($($arg: $ty),*) {
+            unsafe fn avx512 $(<$t: $bound>)? ($($arg: $ty),*) {
                 // SAFETY: same contract as the caller's; the features are enabled here.
-                unsafe { $body::<$crate::lanes_avx512::Avx512>($($arg),*) }
+                unsafe { $body::<$crate::lanes_avx512::Avx512<false> $(, $t)?>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(
+                enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma"
+            )]
+            unsafe fn avx512_dot $(<$t: $bound>)? ($($arg: $ty),*) {
+                // SAFETY: same contract as the caller's; the features are enabled here.
+                unsafe { $body::<$crate::lanes_avx512::Avx512<true> $(, $t)?>($($arg),*) }
             }
             match isa.0 {
                 // SAFETY: `Isa` values come from `Isa::available`, which
                 // checks the CPU; the rest of the contract is the caller's.
                 #[cfg(target_arch = "x86_64")]
-                $crate::isa::Kind::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::isa::Kind::Avx512Dot => unsafe { avx512_dot $(::<$t>)? ($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::isa::Kind::Avx2 => unsafe { avx2($($arg),*) },
+                $crate::isa::Kind::Avx512 => unsafe { avx512 $(::<$t>)? ($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::isa::Kind::Avx2 => unsafe { avx2 $(::<$t>)? ($($arg),*) },
                 // SAFETY: needs no CPU feature; the rest of the contract is the caller's.
-                _ => unsafe { $body::<$crate::lanes::Portable>($($arg),*) },
+                _ => unsafe { $body::<$crate::lanes::Portable $(, $t)?>($($arg),*) },
             }
         }
     };

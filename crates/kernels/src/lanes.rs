@@ -12,6 +12,12 @@ pub(crate) const LANES: usize = 16;
 /// The methods of an implementation may only run on a CPU with the features it names.
 pub(crate) unsafe trait Lanes: Copy + 'static {
     type V: Copy;
+    /// Sixteen 32-bit integers.
+    type I: Copy;
+    /// Sixteen pairs of bf16, ready to be multiplied.
+    type Bf16Pairs: Copy;
+    /// Sixteen pairs of 16-bit integers.
+    type I16Pairs: Copy;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -32,6 +38,25 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn load_bf16_pair(p: *const u16) -> (Self::V, Self::V);
     /// Widens 32 interleaved 8-bit integers into the even-index and odd-index lanes.
     unsafe fn load_i8_pair(p: *const i8) -> (Self::V, Self::V);
+    /// Thirty-two bf16 values, sixteen pairs.
+    unsafe fn bf16_pairs(p: *const u16) -> Self::Bf16Pairs;
+    /// `(c + a₁ · b₁) + a₀ · b₀` for a pair `a` of bf16 (the first in the low half) and each pair
+    /// of `b`. That is what VDPBF16PS does: a product of two bf16 is exact in f32, and each sum
+    /// is rounded once. Sums below 2⁻¹²⁶ are the exception to equal bits: VDPBF16PS makes them 0.
+    unsafe fn dot_bf16(c: Self::V, a: u32, b: Self::Bf16Pairs) -> Self::V;
+    /// Sixteen zeros.
+    unsafe fn zero_i() -> Self::I;
+    /// Thirty-two 8-bit integers, sixteen pairs.
+    unsafe fn i16_pairs(p: *const i8) -> Self::I16Pairs;
+    /// `c + a₀ · b₀ + a₁ · b₁` for a pair `a` of 16-bit integers and each pair of `b`: exact.
+    unsafe fn dot_i16(c: Self::I, a: u32, b: Self::I16Pairs) -> Self::I;
+    /// To the nearest f32, ties to even.
+    unsafe fn from_i(v: Self::I) -> Self::V;
+    /// Rounds finite values to bf16, ties to even; magnitudes below 2⁻¹²⁶ become 0, as
+    /// VCVTNEPS2BF16 makes them.
+    unsafe fn store_bf16(p: *mut u16, v: Self::V);
+    /// Rounds values of magnitude at most 32,767 to integers, ties to even.
+    unsafe fn store_i16(p: *mut i16, v: Self::V);
     /// Keeps lanes `lo..hi` of `v`; the others become `other`.
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V;
 
@@ -56,7 +81,7 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         a[0]
     }
 
-    /// Largest lane, ignoring NaN.
+    /// Largest lane; none is NaN.
     #[inline(always)]
     unsafe fn max_lane(v: Self::V) -> f32 {
         // SAFETY: plain lane access.
@@ -87,6 +112,13 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     }
 }
 
+/// Rounds a finite value as [`Lanes::store_bf16`] does.
+#[inline(always)]
+pub(crate) fn to_bf16(x: f32) -> u16 {
+    let normal = if x.abs() < f32::MIN_POSITIVE { 0.0f32.copysign(x) } else { x };
+    matkv_types::f32_to_bf16(normal)
+}
+
 /// Plain arrays.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
@@ -99,6 +131,9 @@ fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; 
 // SAFETY: no CPU feature is needed.
 unsafe impl Lanes for Portable {
     type V = [f32; LANES];
+    type I = [i32; LANES];
+    type Bf16Pairs = (Self::V, Self::V);
+    type I16Pairs = [[i16; 2]; LANES];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -161,6 +196,46 @@ unsafe impl Lanes for Portable {
             std::array::from_fn(|i| f32::from(raw[2 * i])),
             std::array::from_fn(|i| f32::from(raw[2 * i + 1])),
         )
+    }
+    #[inline(always)]
+    unsafe fn bf16_pairs(p: *const u16) -> Self::Bf16Pairs {
+        // SAFETY: the caller gives 32 readable elements.
+        unsafe { Self::load_bf16_pair(p) }
+    }
+    #[inline(always)]
+    unsafe fn dot_bf16(c: Self::V, a: u32, (even, odd): Self::Bf16Pairs) -> Self::V {
+        let (a0, a1) = (f32::from_bits(a << 16), f32::from_bits(a & 0xffff_0000));
+        std::array::from_fn(|i| (c[i] + a1 * odd[i]) + a0 * even[i])
+    }
+    #[inline(always)]
+    unsafe fn zero_i() -> Self::I {
+        [0; LANES]
+    }
+    #[inline(always)]
+    unsafe fn i16_pairs(p: *const i8) -> Self::I16Pairs {
+        // SAFETY: the caller gives 32 readable elements.
+        let raw = unsafe { p.cast::<[[i8; 2]; LANES]>().read_unaligned() };
+        raw.map(|pair| pair.map(i16::from))
+    }
+    #[inline(always)]
+    unsafe fn dot_i16(c: Self::I, a: u32, b: Self::I16Pairs) -> Self::I {
+        let (a0, a1) = (a as u16 as i16, (a >> 16) as u16 as i16);
+        let product = |x: i16, y: i16| i32::from(x) * i32::from(y);
+        std::array::from_fn(|i| c[i] + product(a0, b[i][0]) + product(a1, b[i][1]))
+    }
+    #[inline(always)]
+    unsafe fn from_i(v: Self::I) -> Self::V {
+        v.map(|x| x as f32)
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u16, v: Self::V) {
+        // SAFETY: the caller gives 16 writable elements.
+        unsafe { p.cast::<[u16; LANES]>().write_unaligned(v.map(to_bf16)) }
+    }
+    #[inline(always)]
+    unsafe fn store_i16(p: *mut i16, v: Self::V) {
+        // SAFETY: the caller gives 16 writable elements.
+        unsafe { p.cast::<[i16; LANES]>().write_unaligned(v.map(|x| x.round_ties_even() as i16)) }
     }
     #[inline(always)]
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {

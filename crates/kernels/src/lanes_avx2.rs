@@ -13,6 +13,9 @@ pub(crate) struct Avx2;
 #[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
 unsafe impl Lanes for Avx2 {
     type V = [__m256; 2];
+    type I = [__m256i; 2];
+    type Bf16Pairs = (Self::V, Self::V);
+    type I16Pairs = [__m256i; 2];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -88,6 +91,66 @@ unsafe impl Lanes for Avx2 {
                 words.map(|w| _mm256_cvtepi32_ps(even(w))),
                 words.map(|w| _mm256_cvtepi32_ps(_mm256_srai_epi32::<8>(w))),
             )
+        }
+    }
+    #[inline(always)]
+    unsafe fn bf16_pairs(p: *const u16) -> Self::Bf16Pairs {
+        unsafe { Self::load_bf16_pair(p) }
+    }
+    #[inline(always)]
+    unsafe fn dot_bf16(c: Self::V, a: u32, (even, odd): Self::Bf16Pairs) -> Self::V {
+        unsafe {
+            let (a0, a1) = (f32::from_bits(a << 16), f32::from_bits(a & 0xffff_0000));
+            Self::fma(Self::splat(a0), even, Self::fma(Self::splat(a1), odd, c))
+        }
+    }
+    #[inline(always)]
+    unsafe fn zero_i() -> Self::I {
+        unsafe { [_mm256_setzero_si256(); 2] }
+    }
+    #[inline(always)]
+    unsafe fn i16_pairs(p: *const i8) -> Self::I16Pairs {
+        unsafe {
+            [_mm_loadu_si128(p.cast()), _mm_loadu_si128(p.add(LANES).cast())]
+                .map(|half| _mm256_cvtepi8_epi16(half))
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_i16(c: Self::I, a: u32, b: Self::I16Pairs) -> Self::I {
+        unsafe {
+            let a = _mm256_set1_epi32(a as i32);
+            [0, 1].map(|i| _mm256_add_epi32(c[i], _mm256_madd_epi16(a, b[i])))
+        }
+    }
+    #[inline(always)]
+    unsafe fn from_i(v: Self::I) -> Self::V {
+        unsafe { v.map(|half| _mm256_cvtepi32_ps(half)) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u16, v: Self::V) {
+        unsafe {
+            let rounded = v.map(|half| {
+                let sign = _mm256_set1_ps(-0.0);
+                let magnitude = _mm256_andnot_ps(sign, half);
+                let normal =
+                    _mm256_cmp_ps::<_CMP_GE_OQ>(magnitude, _mm256_set1_ps(f32::MIN_POSITIVE));
+                let half = _mm256_and_ps(half, _mm256_or_ps(normal, sign));
+                let bits = _mm256_castps_si256(half);
+                let odd = _mm256_and_si256(_mm256_srli_epi32::<16>(bits), _mm256_set1_epi32(1));
+                let up = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+                _mm256_srli_epi32::<16>(_mm256_add_epi32(bits, up))
+            });
+            // Packing works on halves of registers; the quarters are put in order after it.
+            let packed = _mm256_packus_epi32(rounded[0], rounded[1]);
+            _mm256_storeu_si256(p.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_i16(p: *mut i16, v: Self::V) {
+        unsafe {
+            let whole = v.map(|half| _mm256_cvtps_epi32(half));
+            let packed = _mm256_packs_epi32(whole[0], whole[1]);
+            _mm256_storeu_si256(p.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
         }
     }
     #[inline(always)]

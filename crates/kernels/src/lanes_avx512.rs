@@ -5,9 +5,9 @@ use std::arch::x86_64::*;
 
 use crate::lanes::Lanes;
 
-/// AVX-512 F, BW, DQ, VL.
+/// AVX-512 F, BW, DQ, VL; with `DOT` also BF16 and VNNI, which multiply two pairs at once.
 #[derive(Clone, Copy)]
-pub(crate) struct Avx512;
+pub(crate) struct Avx512<const DOT: bool>;
 
 /// Bits `lo..hi` of a lane mask.
 #[inline(always)]
@@ -18,8 +18,11 @@ pub(crate) fn range_mask(lo: usize, hi: usize) -> u16 {
 
 // SAFETY: every method is one or a few AVX-512 instructions; callers hold the trait's contract.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
-unsafe impl Lanes for Avx512 {
+unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     type V = __m512;
+    type I = __m512i;
+    type Bf16Pairs = __m512i;
+    type I16Pairs = __m512i;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -85,6 +88,86 @@ unsafe impl Lanes for Avx512 {
             let odd = _mm512_srai_epi32::<8>(words);
             (_mm512_cvtepi32_ps(even), _mm512_cvtepi32_ps(odd))
         }
+    }
+    #[inline(always)]
+    unsafe fn bf16_pairs(p: *const u16) -> Self::Bf16Pairs {
+        unsafe { _mm512_loadu_si512(p.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn dot_bf16(c: Self::V, a: u32, b: Self::Bf16Pairs) -> Self::V {
+        unsafe {
+            if DOT {
+                let a = _mm512_set1_epi32(a as i32);
+                let pairs = |x| std::mem::transmute::<__m512i, __m512bh>(x);
+                return _mm512_dpbf16_ps(c, pairs(a), pairs(b));
+            }
+            let high = _mm512_set1_epi32(0xffff_0000_u32 as i32);
+            let even = _mm512_castsi512_ps(_mm512_slli_epi32::<16>(b));
+            let odd = _mm512_castsi512_ps(_mm512_and_si512(b, high));
+            let (a0, a1) = (f32::from_bits(a << 16), f32::from_bits(a & 0xffff_0000));
+            Self::fma(Self::splat(a0), even, Self::fma(Self::splat(a1), odd, c))
+        }
+    }
+    #[inline(always)]
+    unsafe fn zero_i() -> Self::I {
+        unsafe { _mm512_setzero_si512() }
+    }
+    #[inline(always)]
+    unsafe fn i16_pairs(p: *const i8) -> Self::I16Pairs {
+        unsafe { _mm512_cvtepi8_epi16(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
+    unsafe fn dot_i16(c: Self::I, a: u32, b: Self::I16Pairs) -> Self::I {
+        unsafe {
+            let a = _mm512_set1_epi32(a as i32);
+            if DOT {
+                return _mm512_dpwssd_epi32(c, a, b);
+            }
+            _mm512_add_epi32(c, _mm512_madd_epi16(a, b))
+        }
+    }
+    #[inline(always)]
+    unsafe fn from_i(v: Self::I) -> Self::V {
+        unsafe { _mm512_cvtepi32_ps(v) }
+    }
+    #[inline(always)]
+    unsafe fn store_bf16(p: *mut u16, v: Self::V) {
+        unsafe {
+            if DOT {
+                let rounded = std::mem::transmute::<__m256bh, __m256i>(_mm512_cvtneps_pbh(v));
+                return _mm256_storeu_si256(p.cast(), rounded);
+            }
+            let sign = _mm512_set1_epi32(i32::MIN);
+            let normal = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(
+                _mm512_abs_ps(v),
+                _mm512_set1_ps(f32::MIN_POSITIVE),
+            );
+            let bits = _mm512_castps_si512(v);
+            let bits = _mm512_mask_blend_epi32(normal, _mm512_and_si512(bits, sign), bits);
+            let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
+            let up = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+            let rounded = _mm512_srli_epi32::<16>(_mm512_add_epi32(bits, up));
+            _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(rounded));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_i16(p: *mut i16, v: Self::V) {
+        unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v))) }
+    }
+    #[inline(always)]
+    unsafe fn sum(v: Self::V) -> f32 {
+        unsafe {
+            let high = _mm512_extractf32x8_ps::<1>(v);
+            let eight = _mm256_add_ps(_mm512_castps512_ps256(v), high);
+            let high = _mm256_extractf128_ps::<1>(eight);
+            let four = _mm_add_ps(_mm256_castps256_ps128(eight), high);
+            let two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+            _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn max_lane(v: Self::V) -> f32 {
+        unsafe { _mm512_reduce_max_ps(v) }
     }
     #[inline(always)]
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {

@@ -11,23 +11,34 @@
 //! matter; parallel sections run on the caller's rayon pool.
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
+mod activations;
 mod attention;
 mod block;
-mod elem;
 mod gemm;
 mod isa;
 mod lanes;
 mod lanes_avx2;
 mod lanes_avx512;
 mod micro;
+mod packed;
+mod peak;
 mod pointwise;
+mod product;
+mod quantize;
 pub mod reference;
 mod rope;
 mod rows;
+mod scores;
+mod softmax;
+mod totals;
+mod values;
 
+pub use activations::{Activations, ActivationsMut};
 pub use attention::{AttentionJob, SegmentView, attend};
-pub use gemm::{PackedMatrix, gemm};
+pub use gemm::{gemm, gemm_add, gemm_gated};
 pub use isa::Isa;
-pub use pointwise::{add_assign, rms_norm, silu_mul};
+pub use packed::PackedMatrix;
+pub use peak::peak_flops;
+pub use pointwise::rms_norm;
 pub use rope::{RopeAngles, RopeStyle, RotaryEmbedding, rotate_heads};
 pub use rows::{read_k, read_v, write_rows};

@@ -1,10 +1,14 @@
-//! The one micro-kernel: `C[m][16·NR] (+)= A[m][2·pairs] · B`, B packed by [`Elem`] pairs.
+//! The one micro-kernel: `C[m][16·NR] (+)= A[m][2·pairs] · B`, B packed in pairs.
 //!
-//! Linear layers, Q·Kᵀ and P·V all run on it; they differ only in strides. Each element of C is
-//! one accumulator that takes k in order, so its bits do not depend on how rows are grouped.
+//! Linear layers, Q·Kᵀ and P·V all run on it; they differ in strides and in the [`Product`]. Each
+//! element of C is one accumulator that takes k in order, so its bits do not depend on how rows
+//! are grouped.
 
-use crate::elem::Elem;
 use crate::lanes::{LANES, Lanes};
+use crate::product::Product;
+
+/// Rows the largest tile takes: with two column tiles 24 of 32 registers are accumulators.
+pub(crate) const ROWS: usize = 12;
 
 /// Operand strides of one call, in elements.
 #[derive(Clone, Copy)]
@@ -19,45 +23,53 @@ pub(crate) struct Strides {
     pub c: usize,
 }
 
-/// `MR` rows by `NR` tiles of sixteen columns.
+/// One product.
+pub(crate) struct Operands<P: Product> {
+    /// `m` rows of `2·pairs` elements.
+    pub a: *const P::A,
+    pub m: usize,
+    /// `pairs` pairs in each column tile.
+    pub b: *const P::B,
+    pub pairs: usize,
+    /// `m` rows of `16·NR` elements.
+    pub c: *mut f32,
+    pub strides: Strides,
+    /// Add the product to what C holds.
+    pub accumulate: bool,
+    /// One factor a row; read only if `P::SCALED`.
+    pub factors: *const f32,
+}
+
+/// `MR` rows, from row `first` on, by `NR` tiles of sixteen columns.
 #[inline(always)]
-unsafe fn tile<L: Lanes, E: Elem, const MR: usize, const NR: usize>(
-    a: *const f32,
-    b: *const E,
-    c: *mut f32,
-    pairs: usize,
-    s: Strides,
-    accumulate: bool,
+unsafe fn tile<L: Lanes, P: Product, const MR: usize, const NR: usize>(
+    o: &Operands<P>,
+    first: usize,
 ) {
-    // SAFETY: the caller of `rows` gives A with `MR` rows of `2·pairs` elements, B with `pairs`
-    // pairs in each of `NR` tiles, and C with `MR` rows of `16·NR` elements.
+    let s = o.strides;
+    // SAFETY: the contract of `rows`; rows `first..first + MR` exist.
     unsafe {
-        let mut acc = [[L::splat(0.0); NR]; MR];
-        if accumulate {
-            for (i, row) in acc.iter_mut().enumerate() {
-                for (j, v) in row.iter_mut().enumerate() {
-                    *v = L::load(c.add(i * s.c + j * LANES));
+        let (a, c) = (o.a.add(first * s.a), o.c.add(first * s.c));
+        let mut sums = [[P::zero::<L>(); NR]; MR];
+        for p in 0..o.pairs {
+            let b: [_; NR] =
+                std::array::from_fn(|j| P::load::<L>(o.b.add(p * s.pair + j * s.tile)));
+            for (i, row) in sums.iter_mut().enumerate() {
+                let x = a.add(i * s.a + 2 * p);
+                for (j, sum) in row.iter_mut().enumerate() {
+                    *sum = P::step::<L>(*sum, x, b[j]);
                 }
             }
         }
-        for p in 0..pairs {
-            let mut even = [L::splat(0.0); NR];
-            let mut odd = [L::splat(0.0); NR];
-            for j in 0..NR {
-                (even[j], odd[j]) = E::load_pair::<L>(b.add(p * s.pair + j * s.tile));
-            }
-            for (i, row) in acc.iter_mut().enumerate() {
-                let at = a.add(i * s.a + 2 * p);
-                let (x0, x1) = (L::splat(*at), L::splat(*at.add(1)));
-                for (j, v) in row.iter_mut().enumerate() {
-                    *v = L::fma(x0, even[j], *v);
-                    *v = L::fma(x1, odd[j], *v);
+        for (i, row) in sums.iter().enumerate() {
+            let factor = if P::SCALED { *o.factors.add(first + i) } else { 1.0 };
+            for (j, &sum) in row.iter().enumerate() {
+                let at = c.add(i * s.c + j * LANES);
+                let mut v = P::finish::<L>(sum, factor);
+                if o.accumulate {
+                    v = L::add(L::load(at), v);
                 }
-            }
-        }
-        for (i, row) in acc.iter().enumerate() {
-            for (j, v) in row.iter().enumerate() {
-                L::store(c.add(i * s.c + j * LANES), *v);
+                L::store(at, v);
             }
         }
     }
@@ -66,33 +78,21 @@ unsafe fn tile<L: Lanes, E: Elem, const MR: usize, const NR: usize>(
 /// Any number of rows by `NR` column tiles, in groups of 12, 6, 3, 2 and 1 rows.
 ///
 /// # Safety
-/// A has `m` rows of `2·pairs` readable elements, B has `pairs` pairs in each of `NR` tiles, C
-/// has `m` rows of `16·NR` writable elements (readable too when `accumulate`), all at the given
-/// strides; C overlaps neither A nor B; the CPU has the features of `L`.
+/// The operands have the sizes [`Operands`] gives, at the given strides; C is readable too when
+/// `accumulate`, and overlaps neither A nor B; the CPU has the features of `L`.
 #[inline(always)]
-pub(crate) unsafe fn rows<L: Lanes, E: Elem, const NR: usize>(
-    a: *const f32,
-    m: usize,
-    b: *const E,
-    c: *mut f32,
-    pairs: usize,
-    s: Strides,
-    accumulate: bool,
-) {
+pub(crate) unsafe fn rows<L: Lanes, P: Product, const NR: usize>(o: &Operands<P>) {
     let mut i = 0;
     macro_rules! groups_of {
-        ($mr:literal) => {
-            while m - i >= $mr {
+        ($mr:expr) => {
+            while o.m - i >= $mr {
                 // SAFETY: rows `i..i + $mr` exist; the rest is this function's contract.
-                unsafe {
-                    let (a, c) = (a.add(i * s.a), c.add(i * s.c));
-                    tile::<L, E, $mr, NR>(a, b, c, pairs, s, accumulate);
-                }
+                unsafe { tile::<L, P, { $mr }, NR>(o, i) };
                 i += $mr;
             }
         };
     }
-    groups_of!(12);
+    groups_of!(ROWS);
     groups_of!(6);
     groups_of!(3);
     groups_of!(2);

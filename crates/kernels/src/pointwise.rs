@@ -2,13 +2,14 @@
 
 use rayon::prelude::*;
 
+use crate::activations::{Activations, ActivationsMut, Stored};
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
 
 /// Rows one parallel task takes; fewer rows run on the calling thread.
 const ROWS_PER_TASK: usize = 16;
 
-fn for_each_row(out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + Sync) {
+fn for_each_row<T: Send>(out: &mut [T], width: usize, f: impl Fn(usize, &mut [T]) + Sync) {
     if out.len() <= width * ROWS_PER_TASK {
         out.chunks_exact_mut(width).enumerate().for_each(|(i, row)| f(i, row));
     } else {
@@ -21,7 +22,12 @@ fn for_each_row(out: &mut [f32], width: usize, f: impl Fn(usize, &mut [f32]) + S
 }
 
 #[inline(always)]
-unsafe fn rms_norm_body<L: Lanes>(x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
+unsafe fn rms_norm_body<L: Lanes, T: Stored>(
+    x: &[f32],
+    weight: &[f32],
+    epsilon: f32,
+    out: &mut [T],
+) {
     // SAFETY: every access stays inside slices whose equal length `rms_norm` has checked to be a
     // multiple of the lane count.
     unsafe {
@@ -34,22 +40,19 @@ unsafe fn rms_norm_body<L: Lanes>(x: &[f32], weight: &[f32], epsilon: f32, out: 
         let scale = L::splat(1.0 / (mean + epsilon).sqrt());
         for i in (0..x.len()).step_by(LANES) {
             let v = L::mul(L::load(x.as_ptr().add(i)), scale);
-            L::store(out.as_mut_ptr().add(i), L::mul(v, L::load(weight.as_ptr().add(i))));
+            let v = L::mul(v, L::load(weight.as_ptr().add(i)));
+            T::store::<L>(out.as_mut_ptr().add(i), v);
         }
     }
 }
 
 dispatch! {
-    unsafe fn rms_norm_row => rms_norm_body(
-        x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32],
+    unsafe fn rms_norm_row<T: Stored> => rms_norm_body(
+        x: &[f32], weight: &[f32], epsilon: f32, out: &mut [T],
     )
 }
 
-/// Root-mean-square normalization of each row: `x / sqrt(mean(x²) + ε) · weight`.
-///
-/// # Panics
-/// If the slices are not whole rows of `weight.len()`, a multiple of 16.
-pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f32]) {
+fn rms_norm_rows<T: Stored>(isa: Isa, x: &[f32], weight: &[f32], epsilon: f32, out: &mut [T]) {
     let width = weight.len();
     assert!(width.is_multiple_of(LANES) && x.len().is_multiple_of(width) && x.len() == out.len());
     for_each_row(out, width, |i, row| {
@@ -59,46 +62,29 @@ pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], epsilon: f32, out: &mut [f3
     });
 }
 
-#[inline(always)]
-unsafe fn silu_mul_body<L: Lanes>(gate_up: &[f32], out: &mut [f32]) {
-    let width = out.len();
-    // SAFETY: `silu_mul` checks that `gate_up` holds two rows of `width`, a multiple of 16.
-    unsafe {
-        let one = L::splat(1.0);
-        for i in (0..width).step_by(LANES) {
-            let gate = L::load(gate_up.as_ptr().add(i));
-            let up = L::load(gate_up.as_ptr().add(width + i));
-            // Beyond 87 e^x nears the end of f32; the sigmoid is 0 there to every digit.
-            let minus_gate = L::sub(L::splat(0.0), L::max(gate, L::splat(-87.0)));
-            let sigmoid = L::div(one, L::add(one, L::exp(minus_gate)));
-            L::store(out.as_mut_ptr().add(i), L::mul(L::mul(gate, sigmoid), up));
-        }
+/// Root-mean-square normalization of each row: `x / sqrt(mean(x²) + ε) · weight`.
+///
+/// # Panics
+/// If the slices are not whole rows of `weight.len()`, a multiple of 16.
+pub fn rms_norm(isa: Isa, x: &[f32], weight: &[f32], epsilon: f32, out: &mut Activations) {
+    match out.as_mut() {
+        ActivationsMut::F32(out) => rms_norm_rows(isa, x, weight, epsilon, out),
+        ActivationsMut::Bf16(out) => rms_norm_rows(isa, x, weight, epsilon, out),
     }
 }
 
-dispatch! {
-    unsafe fn silu_mul_row => silu_mul_body(gate_up: &[f32], out: &mut [f32])
-}
-
-/// `out = silu(gate) · up` for rows laid out `[gate][up]`, `width` each.
+/// `silu(gate) · up`, `silu(x) = x / (1 + e^−x)`.
 ///
-/// # Panics
-/// If the slices do not fit each other or `width` is not a multiple of 16.
-pub fn silu_mul(isa: Isa, gate_up: &[f32], width: usize, out: &mut [f32]) {
-    assert!(width.is_multiple_of(LANES) && gate_up.len() == 2 * out.len());
-    assert!(out.len().is_multiple_of(width));
-    for_each_row(out, width, |i, row| {
-        let source = &gate_up[2 * i * width..2 * (i + 1) * width];
-        // SAFETY: source is twice as long as row, whose length is a multiple of 16.
-        unsafe { silu_mul_row(isa, source, row) }
-    });
-}
-
-/// `x += y`.
-///
-/// # Panics
-/// If the lengths differ.
-pub fn add_assign(x: &mut [f32], y: &[f32]) {
-    assert_eq!(x.len(), y.len());
-    x.iter_mut().zip(y).for_each(|(a, b)| *a += b);
+/// # Safety
+/// The CPU has the features of `L`.
+#[inline(always)]
+pub(crate) unsafe fn silu_mul<L: Lanes>(gate: L::V, up: L::V) -> L::V {
+    // SAFETY: lane arithmetic only.
+    unsafe {
+        let one = L::splat(1.0);
+        // Beyond 87 e^x nears the end of f32; the sigmoid is 0 there to every digit.
+        let minus_gate = L::sub(L::splat(0.0), L::max(gate, L::splat(-87.0)));
+        let sigmoid = L::div(one, L::add(one, L::exp(minus_gate)));
+        L::mul(L::mul(gate, sigmoid), up)
+    }
 }

@@ -109,7 +109,7 @@ pub struct ParseEncodingError {
     pub known: String,
 }
 
-fn by_name<T: Copy>(
+pub(crate) fn by_name<T: Copy>(
     found: &str,
     all: &[T],
     name: impl Fn(T) -> &'static str,

@@ -10,6 +10,7 @@ mod hash;
 mod ids;
 mod layout;
 mod mode;
+mod precision;
 mod span;
 
 pub use encoding::{Codec, Encoding, KvDtype, LayoutId, ParseEncodingError};
@@ -18,4 +19,5 @@ pub use hash::LengthPrefixedHasher;
 pub use ids::{ChunkId, ContentId, Digest, Fingerprint, ParseDigestError};
 pub use layout::{GROUP_ROWS, KvLayout, KvShape, PAGE_BYTES, TILE_ROWS, align_up};
 pub use mode::{FinishReason, Mode, ParseModeError, Sampling};
+pub use precision::Precision;
 pub use span::Span;
