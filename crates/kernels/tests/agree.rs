@@ -2,17 +2,14 @@
 
 mod common;
 
-use common::{Case, Seg, poison, rng, section, vector};
+use common::{Case, Seg, poison, rng, section, tolerance, vector};
 use matkv_kernels::{
-    Isa, PackedMatrix, RopeStyle, RotaryEmbedding, gemm, reference, rms_norm, silu_mul,
+    Activations, ActivationsMut, Isa, PackedMatrix, RopeStyle, RotaryEmbedding, gemm, gemm_add,
+    gemm_gated, reference, rms_norm,
 };
-use matkv_types::{KvDtype, KvShape};
+use matkv_types::{KvDtype, KvShape, Precision, bf16_to_f32, f32_to_bf16};
 use proptest::prelude::*;
 use rand::Rng;
-
-/// f32 accumulation over at most a few thousand terms of magnitude ≤ 1, averaged by softmax:
-/// 64-term dot products err by about 64 · 2⁻²⁴ = 4e-6, exp by 2e-7, and the average keeps that.
-const TOLERANCE: f64 = 1e-5;
 
 fn rope(dim: usize) -> RotaryEmbedding {
     RotaryEmbedding::plain(dim, 10_000.0, RopeStyle::Interleaved)
@@ -22,6 +19,33 @@ const DTYPES: [KvDtype; 3] = [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8];
 
 fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
+}
+
+/// What a product sees of a vector.
+fn seen(precision: Precision, x: &[f32]) -> Vec<f32> {
+    match precision {
+        Precision::Exact => x.to_vec(),
+        Precision::Bf16 => x.iter().map(|&x| bf16_to_f32(f32_to_bf16(x))).collect(),
+    }
+}
+
+fn widened(x: &Activations) -> Vec<f32> {
+    match x {
+        Activations::F32(x) => x.clone(),
+        Activations::Bf16(x) => x.iter().map(|&x| bf16_to_f32(x)).collect(),
+    }
+}
+
+/// Half a unit in the last place of stored activations, relative.
+fn unit(precision: Precision) -> f64 {
+    match precision {
+        Precision::Exact => 2f64.powi(-24),
+        Precision::Bf16 => 2f64.powi(-8),
+    }
+}
+
+fn precision(i: usize) -> Precision {
+    Precision::ALL[i]
 }
 
 /// Segments of random length at random tile phase, the last one holding the query rows.
@@ -52,32 +76,41 @@ proptest! {
 
     #[test]
     fn attention_matches_f64_on_every_isa(
-        seed in any::<u64>(), dtype in 0usize..3, group in 1usize..5, kv in 1usize..3,
-        half in 1usize..4,
+        seed in any::<u64>(), dtype in 0usize..3, p in 0usize..2, group in 1usize..5,
+        kv in 1usize..3, half in 1usize..4,
     ) {
-        let case = random_case(seed, DTYPES[dtype], group, kv, half * 32);
+        let (dtype, p) = (DTYPES[dtype], precision(p));
+        let case = random_case(seed, dtype, group, kv, half * 32);
         let mut first: Option<Vec<u32>> = None;
         for isa in Isa::available() {
-            let error = case.error(isa);
-            prop_assert!(error < TOLERANCE, "{}: error {error}", isa.name());
-            let got = bits(&case.run(isa));
+            let error = case.error(isa, p);
+            prop_assert!(error < tolerance(p, dtype), "{}: error {error}", isa.name());
+            let got = bits(&case.run(isa, p));
             prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{}", isa.name());
+            // Output rounded to bf16 is the same output, rounded.
+            let mut rounded = vec![0u16; got.len()];
+            case.run_into(isa, p, ActivationsMut::Bf16(&mut rounded));
+            let want = got.iter().map(|&x| f32_to_bf16(f32::from_bits(x)));
+            prop_assert!(want.eq(rounded), "{}", isa.name());
         }
     }
 
     #[test]
     fn gemm_matches_f64_on_every_isa(
-        seed in any::<u64>(), m in 1usize..40, n in 1usize..90, half_k in 1usize..100,
+        seed in any::<u64>(), p in 0usize..2, m in 1usize..40, n in 1usize..90,
+        half_k in 1usize..100,
     ) {
+        let p = precision(p);
         let mut r = rng(seed);
         let k = 2 * half_k;
         let (a, w) = (vector(&mut r, m * k), vector(&mut r, n * k));
-        let packed = PackedMatrix::pack(&w, n, k);
-        let exact = reference::matmul(&a, &w, k);
+        let (packed, rows) = (PackedMatrix::pack(&w, n, k, p), Activations::rounded(p, &a));
+        // Of the rounded operands: their products are exact, in f64 as in f32.
+        let exact = reference::matmul(&seen(p, &a), &seen(p, &w), k);
         let mut first: Option<Vec<u32>> = None;
         for isa in Isa::available() {
             let mut c = vec![f32::NAN; m * packed.padded_n()];
-            gemm(isa, &a, &packed, &mut c);
+            gemm(isa, &rows, &packed, &mut c);
             for i in 0..m {
                 for j in 0..n {
                     let d = (f64::from(c[i * packed.padded_n() + j]) - exact[i * n + j]).abs();
@@ -87,51 +120,91 @@ proptest! {
             }
             let got = bits(&c);
             prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{}", isa.name());
+            if n % 16 == 0 {
+                let mut sum = vec![1.5f32; c.len()];
+                gemm_add(isa, &rows, &packed, &mut sum);
+                prop_assert!(c.iter().zip(&sum).all(|(x, y)| 1.5 + x == *y), "{}", isa.name());
+            }
         }
     }
 
     #[test]
-    fn pointwise_matches_f64_on_every_isa(seed in any::<u64>(), rows in 1usize..40) {
+    fn gated_product_matches_f64_on_every_isa(
+        seed in any::<u64>(), p in 0usize..2, m in 1usize..120, tiles in 1usize..6,
+        half_k in 1usize..50,
+    ) {
+        let p = precision(p);
+        let mut r = rng(seed);
+        let (n, k) = (16 * tiles, 2 * half_k);
+        // Gates up to ±120, where the exponential function ends.
+        let a = vector(&mut r, m * k);
+        let scale = r.random_range(0.1f32..120.0) / k as f32;
+        let w = [0, 1].map(|_| vector(&mut r, n * k));
+        let gate: Vec<f32> = w[0].iter().map(|x| x * scale * k as f32).collect();
+        let [g, u] = [&gate, &w[1]].map(|w| reference::matmul(&seen(p, &a), &seen(p, w), k));
+        let [gate, up] = [&gate, &w[1]].map(|w| PackedMatrix::pack(w, n, k, p));
+        let rows = Activations::rounded(p, &a);
+        let mut first: Option<Vec<u32>> = None;
+        for isa in Isa::available() {
+            let mut out = Activations::zeros(p, m * n);
+            gemm_gated(isa, &rows, &gate, &up, &mut out);
+            let out = widened(&out);
+            for (i, got) in out.iter().enumerate() {
+                let want = g[i] / (1.0 + (-g[i]).exp()) * u[i];
+                // Sums of k terms ≤ 120 and ≤ 1 (see above), both times the other factor, which
+                // k bounds as well; silu changes by at most 1.1 times what its argument does.
+                let sums = (k * k * k) as f64 * 120.0 * 2.2 * 6e-8;
+                let bound = sums + want.abs() * (unit(p) + 4e-6) + 1e-30;
+                let d = (f64::from(*got) - want).abs();
+                prop_assert!(d <= bound, "{} at {i}: {d} > {bound}", isa.name());
+            }
+            let got = bits(&out);
+            prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{}", isa.name());
+        }
+    }
+
+    #[test]
+    fn normalization_matches_f64_on_every_isa(
+        seed in any::<u64>(), p in 0usize..2, rows in 1usize..40,
+    ) {
+        let p = precision(p);
         let mut r = rng(seed);
         let width = 48;
         let x: Vec<f32> = vector(&mut r, rows * width).iter().map(|v| v * 100.0).collect();
         let weight = vector(&mut r, width);
-        let gate_up: Vec<f32> =
-            vector(&mut r, rows * 2 * width).iter().map(|v| v * 120.0).collect();
         let mut first: Option<Vec<u32>> = None;
         for isa in Isa::available() {
-            let (mut norm, mut act) = (vec![f32::NAN; rows * width], vec![f32::NAN; rows * width]);
+            let mut norm = Activations::zeros(p, rows * width);
             rms_norm(isa, &x, &weight, 1e-5, &mut norm);
-            silu_mul(isa, &gate_up, width, &mut act);
+            let norm = widened(&norm);
             for i in 0..rows * width {
                 let row = &x[i / width * width..][..width];
                 let mean = row.iter().map(|v| f64::from(*v).powi(2)).sum::<f64>() / width as f64;
                 let want = f64::from(x[i]) / (mean + 1e-5).sqrt() * f64::from(weight[i % width]);
-                prop_assert!((f64::from(norm[i]) - want).abs() <= 1e-5 * want.abs().max(1e-3));
-                let gate = f64::from(gate_up[i / width * 2 * width + i % width]);
-                let up = f64::from(gate_up[i / width * 2 * width + width + i % width]);
-                let want = gate / (1.0 + (-gate).exp()) * up;
-                prop_assert!((f64::from(act[i]) - want).abs() <= 2e-6 * want.abs().max(1.0));
+                let bound = (1e-5 + unit(p)) * want.abs().max(1e-3);
+                prop_assert!((f64::from(norm[i]) - want).abs() <= bound);
             }
-            let got = [bits(&norm), bits(&act)].concat();
+            let got = bits(&norm);
             prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{}", isa.name());
         }
     }
 
     /// A row alone, in a batch, and on one thread: the same bits.
     #[test]
-    fn a_row_does_not_depend_on_its_neighbours(seed in any::<u64>(), dtype in 0usize..3) {
-        let isa = Isa::detect();
+    fn a_row_does_not_depend_on_its_neighbours(
+        seed in any::<u64>(), dtype in 0usize..3, p in 0usize..2,
+    ) {
+        let (isa, p) = (Isa::detect(), precision(p));
         let mut case = random_case(seed, DTYPES[dtype], 3, 2, 64);
-        let together = case.run(isa);
+        let together = case.run(isa, p);
         let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
-        prop_assert_eq!(bits(&together), bits(&one.install(|| case.run(isa))));
+        prop_assert_eq!(bits(&together), bits(&one.install(|| case.run(isa, p))));
         let width = case.heads * 64;
         let (positions, q) = (case.positions.clone(), case.q.clone());
         for (i, &position) in positions.iter().enumerate() {
             case.positions = vec![position];
             case.q = q[i * width..(i + 1) * width].to_vec();
-            let alone = case.run(isa);
+            let alone = case.run(isa, p);
             prop_assert_eq!(bits(&alone), bits(&together[i * width..(i + 1) * width]));
         }
     }
@@ -141,15 +214,43 @@ proptest! {
 fn gemm_rows_do_not_depend_on_m() {
     let mut r = rng(3);
     let (n, k) = (100, 576);
-    let packed = PackedMatrix::pack(&vector(&mut r, n * k), n, k);
-    let a = vector(&mut r, 300 * k);
+    let (w, a) = (vector(&mut r, n * k), vector(&mut r, 300 * k));
     let isa = Isa::detect();
-    let width = packed.padded_n();
-    let mut all = vec![0.0; 300 * width];
-    gemm(isa, &a, &packed, &mut all);
-    for m in [1, 2, 5, 16, 97] {
-        let mut part = vec![0.0; m * width];
-        gemm(isa, &a[7 * k..(7 + m) * k], &packed, &mut part);
-        assert_eq!(bits(&part), bits(&all[7 * width..(7 + m) * width]), "m = {m}");
+    for p in Precision::ALL {
+        let packed = PackedMatrix::pack(&w, n, k, p);
+        let width = packed.padded_n();
+        let mut all = vec![0.0; 300 * width];
+        gemm(isa, &Activations::rounded(p, &a), &packed, &mut all);
+        for m in [1, 2, 5, 16, 97] {
+            let mut part = vec![0.0; m * width];
+            let rows = Activations::rounded(p, &a[7 * k..(7 + m) * k]);
+            gemm(isa, &rows, &packed, &mut part);
+            assert_eq!(bits(&part), bits(&all[7 * width..(7 + m) * width]), "{p}, m = {m}");
+        }
+    }
+}
+
+/// Ties, signs, the smallest normal number and what lies below it: rounding is one function.
+#[test]
+fn rounding_to_bf16_is_the_same_on_every_isa() {
+    let special = [0.0, -0.0, f32::MIN_POSITIVE, 1e-39, -1e-39, 3e-45, 1.0, 1.5e30, -3e38];
+    let mut x: Vec<f32> = special.to_vec();
+    x.extend((0..4096u32).map(|i| f32::from_bits(0x3f80_0000 + i * 0x1000 + i % 2)));
+    x.resize(x.len().next_multiple_of(16), 1.0);
+    let want: Vec<u16> = match Activations::rounded(Precision::Bf16, &x) {
+        Activations::Bf16(x) => x,
+        Activations::F32(_) => unreachable!(),
+    };
+    assert!(want[3] == 0 && want[4] == 0x8000 && want[2] == 0x0080);
+    // An identity matrix hands the values through, normalization and all sums left out.
+    let one = PackedMatrix::pack(&[1.0, 0.0], 1, 2, Precision::Bf16);
+    for isa in Isa::available() {
+        let mut pairs = vec![0u16; 2 * want.len()];
+        pairs.iter_mut().step_by(2).zip(&want).for_each(|(p, w)| *p = *w);
+        let mut c = vec![0.0; want.len() * 16];
+        gemm(isa, &Activations::Bf16(pairs), &one, &mut c);
+        let got: Vec<u16> = c.iter().step_by(16).map(|&x| f32_to_bf16(x)).collect();
+        let same = got.iter().zip(&want).all(|(a, b)| a == b || a & 0x7fff == b & 0x7fff);
+        assert!(same, "{}", isa.name());
     }
 }

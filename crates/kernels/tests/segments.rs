@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{Case, Seg, aligned, poison, rng, section, vector};
+use common::{Case, Seg, aligned, poison, rng, section, tolerance, vector};
 use matkv_kernels::{Isa, RopeStyle, RotaryEmbedding, read_k, read_v, reference, write_rows};
-use matkv_types::{KvDtype, KvLayout, KvShape};
+use matkv_types::{KvDtype, KvLayout, KvShape, Precision};
 use rand::rngs::StdRng;
 
 const DIM: usize = 64;
@@ -52,7 +52,8 @@ fn difference(a: &[f32], b: &[f32]) -> f32 {
 /// key element is rounded to 2⁻⁹ of itself, in another place after another rotation: a score of
 /// 64 products of magnitude ≤ 1, scaled by 1/8, moves by at most 64 · 2⁻⁹ / 8 = 0.016, and by
 /// √64 · 2⁻⁹ / 8 = 0.002 if the roundings are independent; an output (values ≤ 1) moves by twice
-/// the largest score change at worst. The bound taken is 0.016.
+/// the largest score change at worst. The bound taken is 0.016. bf16 products round the queries
+/// the same way, and in two places as well: twice that.
 #[test]
 fn shifted_read_equals_rotation_of_the_keys() {
     const PREFIX: usize = 31;
@@ -60,15 +61,25 @@ fn shifted_read_equals_rotation_of_the_keys() {
         for base in [10_000.0, 500_000.0] {
             let rope = RotaryEmbedding::plain(DIM, base, style);
             for offset in [1usize << 10, 1 << 13, 1 << 15, 1 << 17] {
-                for (dtype, bound) in [(KvDtype::F32, 2e-5), (KvDtype::Bf16, 0.016)] {
-                    check_shift(&rope, PREFIX, offset, dtype, bound);
+                for (dtype, precision, bound) in [
+                    (KvDtype::F32, Precision::Exact, 2e-5),
+                    (KvDtype::Bf16, Precision::Exact, 0.016),
+                    (KvDtype::Bf16, Precision::Bf16, 0.032),
+                ] {
+                    check_shift(&rope, PREFIX, offset, (dtype, precision), bound);
                 }
             }
         }
     }
 }
 
-fn check_shift(rope: &RotaryEmbedding, p: usize, offset: usize, dtype: KvDtype, bound: f32) {
+fn check_shift(
+    rope: &RotaryEmbedding,
+    p: usize,
+    offset: usize,
+    (dtype, precision): (KvDtype, Precision),
+    bound: f32,
+) {
     let mut r = rng(offset as u64);
     let (prefix, body, own) = (chunk(&mut r, p), chunk(&mut r, 300), chunk(&mut r, 5));
     let q = vector(&mut r, 5 * 3 * DIM);
@@ -94,12 +105,15 @@ fn check_shift(rope: &RotaryEmbedding, p: usize, offset: usize, dtype: KvDtype, 
         own_seg(),
     ]);
     let isa = Isa::detect();
-    let d = difference(&in_place.run(isa), &moved.run(isa));
+    let d = difference(&in_place.run(isa, precision), &moved.run(isa, precision));
     assert!(d <= bound, "{:?} {dtype:?} offset {offset}: {d} > {bound}", rope.style);
     // A wrong shift is seen: the test can fail.
     let mut wrong = in_place;
     wrong.segs[1].shift += 3;
-    assert!(difference(&wrong.run(isa), &moved.run(isa)) > 2e-5, "offset {offset}");
+    assert!(
+        difference(&wrong.run(isa, precision), &moved.run(isa, precision)) > 2e-5,
+        "offset {offset}"
+    );
 }
 
 /// Segments that start and end at every row modulo 64, everything else in the slot NaN.
@@ -125,8 +139,11 @@ fn every_tile_phase_with_poisoned_neighbours() {
                     positions: vec![5 + rows],
                     q: q.clone(),
                 };
-                let error = case.error(Isa::detect());
-                assert!(error < 1e-5, "{dtype:?} rows {start}..{end}: {error}");
+                for precision in Precision::ALL {
+                    let error = case.error(Isa::detect(), precision);
+                    let what = format!("{precision} {dtype:?} rows {start}..{end}");
+                    assert!(error < tolerance(precision, dtype), "{what}: {error}");
+                }
             }
         }
     }
@@ -137,12 +154,20 @@ fn every_tile_phase_with_poisoned_neighbours() {
 fn causal_at_every_row() {
     let mut r = rng(12);
     let rope = RotaryEmbedding::plain(DIM, 10_000.0, RopeStyle::HalfSplit);
-    let (bytes, layout) = section(&mut r, SHAPE, KvDtype::Bf16, 300);
-    let positions: Vec<usize> = (100..400).collect();
-    let q = vector(&mut r, 300 * DIM);
-    let s = Seg { bytes, layout, first_row: 0, rows: 300, position: 100, shift: 0 };
-    let case = Case { heads: 1, layer: 0, rope, segs: vec![s], positions, q };
-    assert!(case.error(Isa::detect()) < 1e-5);
+    for (dtype, precision) in [
+        (KvDtype::Bf16, Precision::Exact),
+        (KvDtype::Bf16, Precision::Bf16),
+        (KvDtype::Int8, Precision::Bf16),
+    ] {
+        let (bytes, layout) = section(&mut r, SHAPE, dtype, 300);
+        let positions: Vec<usize> = (100..400).collect();
+        let q = vector(&mut r, 300 * DIM);
+        let s = Seg { bytes, layout, first_row: 0, rows: 300, position: 100, shift: 0 };
+        let rope = rope.clone();
+        let case = Case { heads: 1, layer: 0, rope, segs: vec![s], positions, q };
+        let error = case.error(Isa::detect(), precision);
+        assert!(error < tolerance(precision, dtype), "{precision} {dtype:?}: {error}");
+    }
 }
 
 #[test]

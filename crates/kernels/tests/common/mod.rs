@@ -3,10 +3,10 @@
 
 use matkv_kernels::reference::{Row, attention, rotate};
 use matkv_kernels::{
-    AttentionJob, Isa, RotaryEmbedding, SegmentView, attend, read_k, read_v, rotate_heads,
-    write_rows,
+    ActivationsMut, AttentionJob, Isa, RotaryEmbedding, SegmentView, attend, read_k, read_v,
+    rotate_heads, write_rows,
 };
-use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, KvShape, f32_to_bf16};
+use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, KvShape, Precision, bf16_to_f32, f32_to_bf16};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
@@ -94,6 +94,28 @@ pub fn poison(bytes: &mut [u8], layout: &KvLayout, keep: std::ops::Range<usize>)
     }
 }
 
+/// Largest error of attention over rows of one type, outputs being averages of values in −1…1.
+///
+/// Exact: f32 accumulation over at most a few thousand terms of magnitude ≤ 1, averaged by
+/// softmax: 64-term dot products err by about 64 · 2⁻²⁴ = 4e-6, exp by 2e-7, and the average
+/// keeps that.
+///
+/// bf16: every softmax weight is off by at most 2⁻⁸ of itself (eight significant bits), and so is
+/// their average of values ≤ 1. The queries' rounding is in the reference too.
+///
+/// int8: an element of `q · s` is off by 2⁻¹⁶ of the largest one, about √2 / √dim / 128, so a
+/// score over 127 · dim of them by at most √(2 · dim) · 2⁻¹⁶ = 2e-4, an output by twice that. A
+/// weight is off by 2⁻¹⁶ of the block's largest; 256 of them, roundings independent and uniform,
+/// make √(256 / 3) · 2⁻¹⁶ = 1.4e-4 in the standard deviation at worst, and less by how many rows
+/// share the weight. The sum of both with four deviations is 1e-3.
+pub fn tolerance(precision: Precision, dtype: KvDtype) -> f64 {
+    match (precision, dtype) {
+        (Precision::Bf16, KvDtype::Bf16) => 1.0 / 256.0 + 1e-5,
+        (Precision::Bf16, KvDtype::Int8) => 1e-3,
+        _ => 1e-5,
+    }
+}
+
 /// A segment of a test sequence.
 pub struct Seg {
     pub bytes: Vec<u8>,
@@ -120,23 +142,26 @@ impl Case {
         self.segs[0].layout.shape.head_dim
     }
 
-    pub fn run(&self, isa: Isa) -> Vec<f32> {
+    /// Queries rotated for a segment and scaled, as attention takes them.
+    fn rotated(&self, s: &Seg) -> Vec<f32> {
         let width = self.heads * self.dim();
         let scale = 1.0 / (self.dim() as f32).sqrt();
-        let rotated: Vec<Vec<f32>> = self
-            .segs
-            .iter()
-            .map(|s| {
-                let angles = self.rope.angles(self.positions.iter().map(|&p| p as i64 - s.shift));
-                let mut out = vec![0.0; self.q.len()];
-                for (i, (x, o)) in
-                    self.q.chunks_exact(width).zip(out.chunks_exact_mut(width)).enumerate()
-                {
-                    rotate_heads(self.rope.style, &angles, i, x, scale, o);
-                }
-                out
-            })
-            .collect();
+        let angles = self.rope.angles(self.positions.iter().map(|&p| p as i64 - s.shift));
+        let mut out = vec![0.0; self.q.len()];
+        for (i, (x, o)) in self.q.chunks_exact(width).zip(out.chunks_exact_mut(width)).enumerate() {
+            rotate_heads(self.rope.style, &angles, i, x, scale, o);
+        }
+        out
+    }
+
+    pub fn run(&self, isa: Isa, precision: Precision) -> Vec<f32> {
+        let mut out = vec![f32::NAN; self.q.len()];
+        self.run_into(isa, precision, ActivationsMut::F32(&mut out));
+        out
+    }
+
+    pub fn run_into(&self, isa: Isa, precision: Precision, out: ActivationsMut<'_>) {
+        let rotated: Vec<Vec<f32>> = self.segs.iter().map(|s| self.rotated(s)).collect();
         let segments = self
             .segs
             .iter()
@@ -150,25 +175,32 @@ impl Case {
                 queries: q,
             })
             .collect();
-        let mut out = vec![f32::NAN; self.q.len()];
-        let job = AttentionJob { segments, positions: &self.positions, out: &mut out };
-        attend(isa, self.layer, self.heads, vec![job]);
-        out
+        let job = AttentionJob { segments, positions: &self.positions, out };
+        attend(isa, precision, self.layer, self.heads, vec![job]);
     }
 
-    pub fn exact(&self) -> Vec<f64> {
+    /// The query of one segment in f64. Where attention takes bf16 queries, their rounding is
+    /// part of the input, so that what it does with them can be held to a tight bound.
+    fn query(&self, s: &Seg, precision: Precision, row: usize, head: usize) -> Vec<f64> {
+        let dim = self.dim();
+        let at = (row * self.heads + head) * dim..(row * self.heads + head + 1) * dim;
+        if precision == Precision::Bf16 && s.layout.dtype == KvDtype::Bf16 {
+            let rounded = |x: &f32| f64::from(bf16_to_f32(f32_to_bf16(*x)));
+            return self.rotated(s)[at].iter().map(rounded).collect();
+        }
+        let scaled = |x: &f32| f64::from(*x) / (dim as f64).sqrt();
+        let q: Vec<f64> = self.q[at].iter().map(scaled).collect();
+        rotate(&self.rope, self.positions[row] as i64 - s.shift, &q)
+    }
+
+    pub fn exact(&self, precision: Precision) -> Vec<f64> {
         let (dim, kv_heads) = (self.dim(), self.segs[0].layout.shape.kv_heads);
         let mut out = Vec::new();
         for (i, &position) in self.positions.iter().enumerate() {
             for head in 0..self.heads {
                 let kv = head / (self.heads / kv_heads);
-                let q = &self.q[(i * self.heads + head) * dim..][..dim];
-                let q: Vec<f64> = q.iter().map(|&x| f64::from(x) / (dim as f64).sqrt()).collect();
-                let queries: Vec<Vec<f64>> = self
-                    .segs
-                    .iter()
-                    .map(|s| rotate(&self.rope, position as i64 - s.shift, &q))
-                    .collect();
+                let queries: Vec<Vec<f64>> =
+                    self.segs.iter().map(|s| self.query(s, precision, i, head)).collect();
                 let mut rows = Vec::new();
                 for (s, query) in self.segs.iter().zip(&queries) {
                     for r in (0..s.rows).filter(|r| s.position + r <= position) {
@@ -186,10 +218,10 @@ impl Case {
     }
 
     /// Largest difference from the f64 reference. Outputs are averages of values in −1…1.
-    pub fn error(&self, isa: Isa) -> f64 {
-        self.run(isa)
+    pub fn error(&self, isa: Isa, precision: Precision) -> f64 {
+        self.run(isa, precision)
             .iter()
-            .zip(self.exact())
+            .zip(self.exact(precision))
             .map(|(a, b)| (f64::from(*a) - b).abs())
             .fold(0.0, |m, x| if x > m || x.is_nan() { x } else { m })
     }
