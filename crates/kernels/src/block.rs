@@ -218,8 +218,9 @@ unsafe fn few_rows<L: Lanes>(
                 }
                 // Weights outside the segment are 0, and 0 times any integer is 0: no edges.
                 let pairs = block.lo / 2..hi.div_ceil(2);
-                let factors = scratch.factors.as_ptr();
-                pv::<L, DotInt>(queries, block, pairs, (apart.cast(), factors), false, partial);
+                let v = block.v.cast::<i8>().add(pairs.start * 2 * queries.dim);
+                let weights = (apart.cast_const().cast(), scratch.factors.as_ptr());
+                pv::<L, DotInt>(queries, v, pairs, weights, false, partial);
             }
             (_, Precision::Exact) => {
                 scores::<L, Exact<u16>>(q, queries, block, tiles, scratch);

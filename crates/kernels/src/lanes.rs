@@ -11,6 +11,9 @@ pub(crate) const LANES: usize = 16;
 /// # Safety
 /// The methods of an implementation may only run on a CPU with the features it names.
 pub(crate) unsafe trait Lanes: Copy + 'static {
+    /// Rows the micro-kernel takes at once at most: what the registers hold beside two column
+    /// tiles of B. Plain arrays gain nothing from more than a few.
+    const ROWS: usize;
     type V: Copy;
     /// Sixteen 32-bit integers.
     type I: Copy;
@@ -130,6 +133,7 @@ fn map2(a: [f32; LANES], b: [f32; LANES], f: impl Fn(f32, f32) -> f32) -> [f32; 
 
 // SAFETY: no CPU feature is needed.
 unsafe impl Lanes for Portable {
+    const ROWS: usize = 2;
     type V = [f32; LANES];
     type I = [i32; LANES];
     type Bf16Pairs = (Self::V, Self::V);

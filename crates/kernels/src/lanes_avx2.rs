@@ -12,6 +12,7 @@ pub(crate) struct Avx2;
 // SAFETY: every method is a few AVX2 or FMA instructions; callers hold the trait's contract.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
 unsafe impl Lanes for Avx2 {
+    const ROWS: usize = 3;
     type V = [__m256; 2];
     type I = [__m256i; 2];
     type Bf16Pairs = (Self::V, Self::V);

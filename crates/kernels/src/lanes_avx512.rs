@@ -19,6 +19,7 @@ pub(crate) fn range_mask(lo: usize, hi: usize) -> u16 {
 // SAFETY: every method is one or a few AVX-512 instructions; callers hold the trait's contract.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
 unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
+    const ROWS: usize = 12;
     type V = __m512;
     type I = __m512i;
     type Bf16Pairs = __m512i;

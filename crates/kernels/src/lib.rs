@@ -41,4 +41,4 @@ pub use packed::PackedMatrix;
 pub use peak::peak_flops;
 pub use pointwise::rms_norm;
 pub use rope::{RopeAngles, RopeStyle, RotaryEmbedding, rotate_heads};
-pub use rows::{read_k, read_v, write_rows};
+pub use rows::{NewRows, append_rows, read_k, read_v, write_rows};

@@ -10,6 +10,10 @@ use crate::product::Product;
 /// Rows the largest tile takes: with two column tiles 24 of 32 registers are accumulators.
 pub(crate) const ROWS: usize = 12;
 
+/// Rows by one column tile at once at most. Such a tile is the last of a row of tiles, and not
+/// worth the code of a large one.
+const ROWS_NARROW: usize = 3;
+
 /// Operand strides of one call, in elements.
 #[derive(Clone, Copy)]
 pub(crate) struct Strides {
@@ -75,7 +79,8 @@ unsafe fn tile<L: Lanes, P: Product, const MR: usize, const NR: usize>(
     }
 }
 
-/// Any number of rows by `NR` column tiles, in groups of 12, 6, 3, 2 and 1 rows.
+/// Any number of rows by `NR` column tiles, in groups of 12, 6, 3, 2 and 1 rows, as many as the
+/// registers hold.
 ///
 /// # Safety
 /// The operands have the sizes [`Operands`] gives, at the given strides; C is readable too when
@@ -85,7 +90,7 @@ pub(crate) unsafe fn rows<L: Lanes, P: Product, const NR: usize>(o: &Operands<P>
     let mut i = 0;
     macro_rules! groups_of {
         ($mr:expr) => {
-            while o.m - i >= $mr {
+            while $mr <= L::ROWS && $mr <= ROWS_NARROW * NR * NR && o.m - i >= $mr {
                 // SAFETY: rows `i..i + $mr` exist; the rest is this function's contract.
                 unsafe { tile::<L, P, { $mr }, NR>(o, i) };
                 i += $mr;

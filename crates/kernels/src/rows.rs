@@ -1,6 +1,10 @@
 //! Writing rows into a KV section, and reading single elements back (for tests and encoders).
 
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, bf16_to_f32, f32_to_bf16};
+use rayon::prelude::*;
+
+/// Up to this many rows are written by the calling thread.
+const SERIAL_ROWS: usize = 16;
 
 /// Rows are written one by one in these types only; the others have scales over many rows.
 fn put(block: &mut [u8], dtype: KvDtype, index: usize, value: f32) {
@@ -69,6 +73,48 @@ pub fn write_rows(
             put(k_block, layout.dtype, k_index(layout.dtype, dim, row, d), k[head * dim + d]);
             put(v_block, layout.dtype, v_index(layout.dtype, dim, row, d), v[head * dim + d]);
         }
+    }
+}
+
+/// New K or V rows of all heads, `[row][heads · head_dim]` inside rows of `stride`.
+#[derive(Clone, Copy)]
+pub struct NewRows<'a> {
+    /// First element of the first row.
+    pub values: &'a [f32],
+    /// Elements from one row to the next.
+    pub stride: usize,
+}
+
+/// Writes K and V of rows `at` into a KV section, heads side by side on the caller's pool.
+///
+/// # Panics
+/// As [`write_rows`].
+pub fn append_rows(
+    section: &mut [u8],
+    layout: &KvLayout,
+    layer: usize,
+    at: &[usize],
+    k: NewRows<'_>,
+    v: NewRows<'_>,
+) {
+    let (dim, heads) = (layout.shape.head_dim, layout.shape.kv_heads);
+    assert!(at.iter().all(|&row| row < layout.rows), "a row past the section's end");
+    let first = layout.k_offset(layer, 0);
+    let blocks = &mut section[first..first + heads * 2 * layout.block_bytes()];
+    let write = |(i, block): (usize, &mut [u8])| {
+        let rows = if i % 2 == 0 { k } else { v };
+        let index = if i % 2 == 0 { k_index } else { v_index };
+        for (n, &row) in at.iter().enumerate() {
+            let values = &rows.values[n * rows.stride + i / 2 * dim..][..dim];
+            for (d, &x) in values.iter().enumerate() {
+                put(block, layout.dtype, index(layout.dtype, dim, row, d), x);
+            }
+        }
+    };
+    if at.len() > SERIAL_ROWS {
+        blocks.par_chunks_exact_mut(layout.block_bytes()).enumerate().for_each(write);
+    } else {
+        blocks.chunks_exact_mut(layout.block_bytes()).enumerate().for_each(write);
     }
 }
 

@@ -21,59 +21,57 @@ pub(crate) unsafe fn weighted_sum<L: Lanes, P: Product>(
     weights: *const P::A,
     partial: &mut Partial<'_>,
 ) {
-    let mut next = block.lo / 2;
-    let mut started = false;
-    if block.lo % 2 == 1 {
-        let valid = block.lo..hi.min(block.lo + 1);
-        // SAFETY: pair `next` holds row `lo`, which is inside the block.
-        unsafe { edge_pair::<L, P>(queries, block, next, valid, weights, false, partial) };
-        (next, started) = (next + 1, true);
-    }
-    // A pair whose second row lies past the segment's end is an edge; one whose second row is
-    // merely masked for these queries is not: its weight is 0 and its value is finite.
-    let whole = if hi == block.hi { hi / 2 } else { hi.div_ceil(2) };
-    if next < whole || !started {
-        let pairs = next..whole.max(next);
-        let weights = (weights, std::ptr::null());
-        // SAFETY: pairs `next..whole` lie inside the segment's rows of the block.
-        unsafe { pv::<L, P>(queries, block, pairs, weights, started, partial) };
-    }
-    if hi == block.hi && hi % 2 == 1 && hi > block.lo + block.lo % 2 {
-        // SAFETY: pair `hi / 2` holds row `hi − 1`.
-        unsafe { edge_pair::<L, P>(queries, block, hi / 2, hi - 1..hi, weights, true, partial) };
-    }
-}
-
-/// Adds the one valid row of a pair whose other row is not the segment's.
-#[inline(always)]
-unsafe fn edge_pair<L: Lanes, P: Product>(
-    queries: Queries<'_>,
-    block: Block,
-    pair: usize,
-    valid: Range<usize>,
-    weights: *const P::A,
-    accumulate: bool,
-    partial: &mut Partial<'_>,
-) {
-    let dim = queries.dim;
-    let mut clean = [P::B::default(); 2 * DIM_MAX];
-    for row in valid {
-        for d in 0..dim {
-            let at = d / LANES * 2 * LANES + P::B::index(d % LANES, row % 2);
+    let (dim, mut clean) = (queries.dim, [P::B::default(); 2 * DIM_MAX]);
+    // The first and the last pair may have one row that is not the segment's. A pair whose second
+    // row is merely masked for these queries is whole: its weight is 0 and its value finite.
+    let first_whole = block.lo.div_ceil(2);
+    let whole_end = if hi == block.hi { hi / 2 } else { hi.div_ceil(2) };
+    let head = (block.lo % 2 == 1).then_some((block.lo / 2, block.lo));
+    let tail = (hi == block.hi && hi % 2 == 1 && hi / 2 >= first_whole).then_some((hi / 2, hi - 1));
+    let whole = (first_whole < whole_end).then_some(first_whole..whole_end);
+    let mut accumulate = false;
+    // One call of `pv` for all three, as it is inlined.
+    for (edge, pairs) in [(head, None), (None, whole), (tail, None)] {
+        let (pairs, v) = match (edge, pairs) {
+            (Some((pair, row)), _) => {
+                // SAFETY: row `row` of pair `pair` lies inside the block.
+                unsafe { copy_row::<P::B>(block, dim, pair, row, &mut clean) };
+                // The copy is a block of its own, which begins at this pair.
+                (pair..pair + 1, clean.as_ptr())
+            }
             // SAFETY: the pair lies inside the block.
-            clean[at] = unsafe { *block.v.cast::<P::B>().add(pair * 2 * dim + at) };
-        }
-    }
-    // SAFETY: `clean` is one pair of `dim` columns, the first of a block of its own; the weights
-    // of the pair are two of each row.
-    unsafe {
-        let own = Block { v: clean.as_ptr().cast(), ..block };
-        let weights = (weights.add(2 * pair), std::ptr::null());
-        pv::<L, P>(queries, own, 0..1, weights, accumulate, partial);
+            (None, Some(pairs)) => unsafe {
+                let v = block.v.cast::<P::B>().add(pairs.start * 2 * dim);
+                (pairs, v)
+            },
+            (None, None) => continue,
+        };
+        let weights = (weights, std::ptr::null());
+        // SAFETY: `v` begins with the first of the pairs, all of them rows of the segment.
+        unsafe { pv::<L, P>(queries, v, pairs, weights, accumulate, partial) };
+        accumulate = true;
     }
 }
 
-/// `out (+)= P[pairs] · V[pairs]`, 32 dimensions at a time; weights come with their factors.
+/// The one valid row of a pair whose other row is not the segment's; the other one is zeros.
+#[inline(always)]
+unsafe fn copy_row<E: Elem>(
+    block: Block,
+    dim: usize,
+    pair: usize,
+    row: usize,
+    clean: &mut [E; 2 * DIM_MAX],
+) {
+    clean.fill(E::default());
+    for d in 0..dim {
+        let at = d / LANES * 2 * LANES + E::index(d % LANES, row % 2);
+        // SAFETY: the pair lies inside the block.
+        clean[at] = unsafe { *block.v.cast::<E>().add(pair * 2 * dim + at) };
+    }
+}
+
+/// `out (+)= P[pairs] · V[pairs]`, 32 dimensions at a time; `v` begins with the first of the
+/// pairs, and weights come with their factors.
 ///
 /// # Safety
 /// As for [`weighted_sum`] over the given pairs; there is a factor for each query row if `P` is
@@ -81,7 +79,7 @@ unsafe fn edge_pair<L: Lanes, P: Product>(
 #[inline(always)]
 pub(crate) unsafe fn pv<L: Lanes, P: Product>(
     queries: Queries<'_>,
-    block: Block,
+    v: *const P::B,
     pairs: Range<usize>,
     (weights, factors): (*const P::A, *const f32),
     accumulate: bool,
@@ -94,7 +92,7 @@ pub(crate) unsafe fn pv<L: Lanes, P: Product>(
             micro::rows::<L, P, 2>(&Operands {
                 a: weights.add(2 * pairs.start),
                 m,
-                b: block.v.cast::<P::B>().add(pairs.start * 2 * dim + 2 * d),
+                b: v.add(2 * d),
                 pairs: pairs.len(),
                 c: partial.out.as_mut_ptr().add(d),
                 strides: Strides { a: BLOCK_ROWS, pair: 2 * dim, tile: 2 * LANES, c: dim },

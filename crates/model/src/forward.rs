@@ -4,14 +4,17 @@
 //! over its own segments. Nothing is concatenated: segments are read where they lie.
 
 use matkv_kernels::{
-    AttentionJob, Isa, PackedMatrix, RopeAngles, SegmentView, add_assign, attend, gemm, rms_norm,
-    rotate_heads, silu_mul, write_rows,
+    Activations, AttentionJob, Isa, NewRows, PackedMatrix, RopeAngles, SegmentView, append_rows,
+    attend, gemm, gemm_add, gemm_gated, rms_norm, rotate_heads,
 };
-use matkv_types::KvLayout;
+use matkv_types::{KvLayout, Precision};
 use rayon::prelude::*;
 
 use crate::config::LlamaConfig;
 use crate::weights::{Layer, LlamaWeights};
+
+/// Rows one parallel task takes; fewer rows run on the calling thread.
+const ROWS_PER_TASK: usize = 16;
 
 /// A token to compute, and where its K and V go in the sequence's own section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +65,13 @@ pub struct Step<'a> {
     pub logits: bool,
 }
 
+/// How numbers are multiplied.
+#[derive(Clone, Copy)]
+pub(crate) struct Arithmetic {
+    pub isa: Isa,
+    pub precision: Precision,
+}
+
 /// Queries of a step rotated for one shift.
 struct Rotation {
     shift: i64,
@@ -69,19 +79,31 @@ struct Rotation {
     queries: Vec<f32>,
 }
 
+/// Results between matrix products, all rows together; memory every layer uses again.
+struct Buffers {
+    normed: Activations,
+    qkv: Vec<f32>,
+    keys: Vec<f32>,
+    attended: Activations,
+    gated: Activations,
+}
+
 struct Pass<'a> {
     isa: Isa,
+    precision: Precision,
     c: &'a LlamaConfig,
     w: &'a LlamaWeights,
     rotations: Vec<Vec<Rotation>>,
     own_angles: Vec<RopeAngles>,
     positions: Vec<Vec<usize>>,
+    own_rows: Vec<Vec<usize>>,
+    buffers: Buffers,
 }
 
 /// Runs the steps together; returns logits `[steps that want them][vocab]`, or nothing if
 /// `go_on`, asked before every layer, said no: the new rows are then partly written.
 pub(crate) fn forward(
-    isa: Isa,
+    arithmetic: Arithmetic,
     c: &LlamaConfig,
     w: &LlamaWeights,
     steps: &mut [Step<'_>],
@@ -91,7 +113,7 @@ pub(crate) fn forward(
     for row in steps.iter().flat_map(|s| s.rows) {
         embed(&w.embedding, row.token, &mut x);
     }
-    let mut pass = Pass::new(isa, c, w, steps);
+    let mut pass = Pass::new(arithmetic, c, w, steps);
     for (i, layer) in w.layers.iter().enumerate() {
         if !go_on() {
             return None;
@@ -109,7 +131,21 @@ fn embed(embedding: &PackedMatrix, token: u32, x: &mut Vec<f32>) {
 }
 
 impl<'a> Pass<'a> {
-    fn new(isa: Isa, c: &'a LlamaConfig, w: &'a LlamaWeights, steps: &[Step<'_>]) -> Self {
+    fn new(
+        Arithmetic { isa, precision }: Arithmetic,
+        c: &'a LlamaConfig,
+        w: &'a LlamaWeights,
+        steps: &[Step<'_>],
+    ) -> Self {
+        let rows: usize = steps.iter().map(|s| s.rows.len()).sum();
+        let qkv_width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
+        let buffers = Buffers {
+            normed: Activations::zeros(precision, rows * c.hidden),
+            qkv: vec![0.0; rows * qkv_width],
+            keys: vec![0.0; rows * c.kv_heads * c.head_dim],
+            attended: Activations::zeros(precision, rows * c.heads * c.head_dim),
+            gated: Activations::zeros(precision, rows * c.ffn),
+        };
         let rotations = steps.iter().map(|step| {
             let mut list: Vec<Rotation> = Vec::new();
             for segment in step.segments {
@@ -127,6 +163,7 @@ impl<'a> Pass<'a> {
         });
         Self {
             isa,
+            precision,
             c,
             w,
             rotations: rotations.collect(),
@@ -135,18 +172,18 @@ impl<'a> Pass<'a> {
                 .map(|s| c.rope.angles(s.rows.iter().map(|r| r.position as i64)))
                 .collect(),
             positions: steps.iter().map(|s| s.rows.iter().map(|r| r.position).collect()).collect(),
+            own_rows: steps.iter().map(|s| s.rows.iter().map(|r| r.row).collect()).collect(),
+            buffers,
         }
     }
 
     /// `x += Wo · attention(norm(x))`.
     fn attention(&mut self, i: usize, layer: &Layer, steps: &mut [Step<'_>], x: &mut [f32]) {
         let c = self.c;
-        let rows = x.len() / c.hidden;
-        let mut normed = vec![0.0; x.len()];
-        rms_norm(self.isa, x, &layer.attention_norm, c.epsilon, &mut normed);
         let width = layer.qkv.padded_n();
-        let mut qkv = vec![0.0; rows * width];
-        gemm(self.isa, &normed, &layer.qkv, &mut qkv);
+        rms_norm(self.isa, x, &layer.attention_norm, c.epsilon, &mut self.buffers.normed);
+        gemm(self.isa, &self.buffers.normed, &layer.qkv, &mut self.buffers.qkv);
+        let qkv = std::mem::take(&mut self.buffers.qkv);
         let mut first = 0;
         for (s, step) in steps.iter_mut().enumerate() {
             let part = &qkv[first * width..(first + step.rows.len()) * width];
@@ -154,22 +191,30 @@ impl<'a> Pass<'a> {
             self.rotate_queries(s, part, width);
             first += step.rows.len();
         }
-        let mut out = vec![0.0; rows * c.heads * c.head_dim];
-        self.attend(i, steps, &mut out);
-        let mut y = vec![0.0; rows * layer.output.padded_n()];
-        gemm(self.isa, &out, &layer.output, &mut y);
-        add_rows(x, &y, c.hidden, layer.output.padded_n());
+        self.buffers.qkv = qkv;
+        self.attend(i, steps);
+        gemm_add(self.isa, &self.buffers.attended, &layer.output, x);
     }
 
     /// Rotates keys to their own position and writes K and V into the own section.
-    fn store_rows(&self, layer: usize, s: usize, step: &mut Step<'_>, qkv: &[f32], width: usize) {
+    fn store_rows(
+        &mut self,
+        layer: usize,
+        s: usize,
+        step: &mut Step<'_>,
+        qkv: &[f32],
+        width: usize,
+    ) {
         let c = self.c;
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
-        let mut k = vec![0.0; kv];
-        for (i, (row, x)) in step.rows.iter().zip(qkv.chunks_exact(width)).enumerate() {
-            rotate_heads(c.rope.style, &self.own_angles[s], i, &x[q..q + kv], 1.0, &mut k);
-            write_rows(step.own, &step.own_layout, layer, row.row, &k, &x[q + kv..q + 2 * kv]);
-        }
+        let keys = &mut self.buffers.keys[..step.rows.len() * kv];
+        let angles = &self.own_angles[s];
+        for_each_row(keys, kv, qkv, width, |i, out, x| {
+            rotate_heads(c.rope.style, angles, i, &x[q..q + kv], 1.0, out);
+        });
+        let k = NewRows { values: keys, stride: kv };
+        let v = NewRows { values: qkv.get(q + kv..).unwrap_or_default(), stride: width };
+        append_rows(step.own, &step.own_layout, layer, &self.own_rows[s], k, v);
     }
 
     fn rotate_queries(&mut self, s: usize, qkv: &[f32], width: usize) {
@@ -178,25 +223,16 @@ impl<'a> Pass<'a> {
         let scale = 1.0 / (c.head_dim as f32).sqrt();
         for rotation in &mut self.rotations[s] {
             let angles = &rotation.angles;
-            let turn = |(i, (out, x)): (usize, (&mut [f32], &[f32]))| {
+            for_each_row(&mut rotation.queries, q, qkv, width, |i, out, x| {
                 rotate_heads(c.rope.style, angles, i, &x[..q], scale, out);
-            };
-            let rows = qkv.len() / width;
-            let (out, input) = (&mut rotation.queries, qkv);
-            if rows > 16 {
-                out.par_chunks_exact_mut(q)
-                    .zip(input.par_chunks_exact(width))
-                    .enumerate()
-                    .for_each(turn);
-            } else {
-                out.chunks_exact_mut(q).zip(input.chunks_exact(width)).enumerate().for_each(turn);
-            }
+            });
         }
     }
 
-    fn attend(&self, layer: usize, steps: &[Step<'_>], mut out: &mut [f32]) {
+    fn attend(&mut self, layer: usize, steps: &[Step<'_>]) {
         let c = self.c;
         let width = c.heads * c.head_dim;
+        let mut out = self.buffers.attended.as_mut();
         let mut jobs = Vec::with_capacity(steps.len());
         for (s, step) in steps.iter().enumerate() {
             let (mine, rest) = out.split_at_mut(step.rows.len() * width);
@@ -222,22 +258,15 @@ impl<'a> Pass<'a> {
                 out: mine,
             });
         }
-        attend(self.isa, layer, c.heads, jobs);
+        attend(self.isa, self.precision, layer, c.heads, jobs);
     }
 
     /// `x += Wdown · (silu(Wgate · n) · (Wup · n))`, `n = norm(x)`.
-    fn feed_forward(&self, layer: &Layer, x: &mut [f32]) {
-        let c = self.c;
-        let rows = x.len() / c.hidden;
-        let mut normed = vec![0.0; x.len()];
-        rms_norm(self.isa, x, &layer.ffn_norm, c.epsilon, &mut normed);
-        let mut gate_up = vec![0.0; rows * layer.gate_up.padded_n()];
-        gemm(self.isa, &normed, &layer.gate_up, &mut gate_up);
-        let mut act = vec![0.0; rows * c.ffn];
-        silu_mul(self.isa, &gate_up, c.ffn, &mut act);
-        let mut y = vec![0.0; rows * layer.down.padded_n()];
-        gemm(self.isa, &act, &layer.down, &mut y);
-        add_rows(x, &y, c.hidden, layer.down.padded_n());
+    fn feed_forward(&mut self, layer: &Layer, x: &mut [f32]) {
+        let Buffers { normed, gated, .. } = &mut self.buffers;
+        rms_norm(self.isa, x, &layer.ffn_norm, self.c.epsilon, normed);
+        gemm_gated(self.isa, normed, &layer.gate, &layer.up, gated);
+        gemm_add(self.isa, gated, &layer.down, x);
     }
 
     fn logits(&self, steps: &[Step<'_>], x: &[f32]) -> Vec<Vec<f32>> {
@@ -250,7 +279,7 @@ impl<'a> Pass<'a> {
                 last.extend_from_slice(&x[(first - 1) * c.hidden..first * c.hidden]);
             }
         }
-        let mut normed = vec![0.0; last.len()];
+        let mut normed = Activations::zeros(self.precision, last.len());
         rms_norm(self.isa, &last, &self.w.norm, c.epsilon, &mut normed);
         let head = self.w.head.as_ref().unwrap_or(&self.w.embedding);
         let mut out = vec![0.0; last.len() / c.hidden * head.padded_n()];
@@ -259,9 +288,23 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Adds rows of `y` (stride `padded`) to rows of `x` (stride `width`).
-fn add_rows(x: &mut [f32], y: &[f32], width: usize, padded: usize) {
-    for (x, y) in x.chunks_exact_mut(width).zip(y.chunks_exact(padded)) {
-        add_assign(x, &y[..width]);
+/// Calls `f` with every row of `out` and the row of `input` it is made of; many rows run on the
+/// pool.
+fn for_each_row(
+    out: &mut [f32],
+    width: usize,
+    input: &[f32],
+    input_width: usize,
+    f: impl Fn(usize, &mut [f32], &[f32]) + Sync,
+) {
+    if out.len() > ROWS_PER_TASK * width {
+        out.par_chunks_exact_mut(width)
+            .zip(input.par_chunks_exact(input_width))
+            .with_min_len(ROWS_PER_TASK)
+            .enumerate()
+            .for_each(|(i, (out, x))| f(i, out, x));
+    } else {
+        let rows = out.chunks_exact_mut(width).zip(input.chunks_exact(input_width));
+        rows.enumerate().for_each(|(i, (out, x))| f(i, out, x));
     }
 }

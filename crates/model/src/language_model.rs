@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use matkv_kernels::Isa;
-use matkv_types::{Digest, Fingerprint, KvShape, LengthPrefixedHasher};
+use matkv_types::{Digest, Fingerprint, KvShape, LengthPrefixedHasher, Precision};
 
 use crate::config::LlamaConfig;
 use crate::digest::file_digest;
 use crate::error::{ModelError, Result};
-use crate::forward::{Step, forward};
+use crate::forward::{Arithmetic, Step, forward};
 use crate::gguf::Gguf;
 use crate::prompt::{self, Frame, Message};
 use crate::template::ChatTemplate;
@@ -16,7 +16,15 @@ use crate::tokenizer::TextTokenizer;
 use crate::weights::LlamaWeights;
 
 /// Names the arithmetic every row is computed with; another class is another fingerprint.
-const ARITHMETIC_CLASS: &str = "f32 weights, f32 fma, blocks of 256 rows, bf16 own rows";
+const fn arithmetic_class(precision: Precision) -> &'static str {
+    match precision {
+        Precision::Exact => "f32 fma, edges added, blocks of 256 rows, bf16 own rows",
+        Precision::Bf16 => {
+            "bf16 products, f32 sums, odd then even, edges added, blocks of 256 rows, \
+             int16 x int8 over int8 rows, bf16 own rows"
+        }
+    }
+}
 
 /// Texts that precede every prompt of a corpus.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,6 +45,7 @@ pub struct LanguageModel {
     weights: LlamaWeights,
     digest: Digest,
     isa: Isa,
+    precision: Precision,
 }
 
 /// A model file whose header can be served: known before its weights are read.
@@ -59,19 +68,24 @@ impl<'p> ModelHeader<'p> {
 }
 
 impl LanguageModel {
-    /// Opens a GGUF file: refuses what cannot be served exactly, then loads and packs weights.
+    /// Opens a GGUF file: refuses what cannot be served exactly, then loads and packs weights for
+    /// the default precision.
     ///
     /// # Errors
     /// If the file cannot be read, is not a Llama model, or is refused.
     pub fn open(path: &Path, cache: Option<&Path>) -> Result<Self> {
-        Self::load(ModelHeader::read(path)?, cache)
+        Self::load(ModelHeader::read(path)?, cache, Precision::default())
     }
 
     /// Opens the rest of a file whose header has been read.
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn load(header: ModelHeader<'_>, cache: Option<&Path>) -> Result<Self> {
+    pub fn load(
+        header: ModelHeader<'_>,
+        cache: Option<&Path>,
+        precision: Precision,
+    ) -> Result<Self> {
         let ModelHeader { path, mut gguf, config } = header;
         let tokenizer = TextTokenizer::read(&gguf)?;
         if tokenizer.vocab_size() > config.vocab {
@@ -87,9 +101,10 @@ impl LanguageModel {
             tokenizer.bos_text(),
             eos.unwrap_or_default(),
         )?;
-        let weights = LlamaWeights::read(&mut gguf, &config)?;
+        let weights = LlamaWeights::read(&mut gguf, &config, precision)?;
         let digest = file_digest(path, cache)?;
-        Ok(Self { config, tokenizer, template, weights, digest, isa: Isa::detect() })
+        let isa = Isa::detect();
+        Ok(Self { config, tokenizer, template, weights, digest, isa, precision })
     }
 
     /// What decides the size of this model's KV.
@@ -100,6 +115,11 @@ impl LanguageModel {
     /// Bytes of packed weights.
     pub fn weight_bytes(&self) -> usize {
         self.weights.bytes()
+    }
+
+    /// What every row is computed with.
+    pub fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// SHA-256 of the model file.
@@ -135,7 +155,7 @@ impl LanguageModel {
                 .part(&self.digest.0)
                 .tokens(prefix)
                 .part(&rope)
-                .part(ARITHMETIC_CLASS.as_bytes())
+                .part(arithmetic_class(self.precision).as_bytes())
                 .finish(),
         )
     }
@@ -154,6 +174,7 @@ impl LanguageModel {
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut() -> bool,
     ) -> Option<Vec<Vec<f32>>> {
-        forward(self.isa, &self.config, &self.weights, steps, go_on)
+        let arithmetic = Arithmetic { isa: self.isa, precision: self.precision };
+        forward(arithmetic, &self.config, &self.weights, steps, go_on)
     }
 }

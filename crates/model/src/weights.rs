@@ -1,7 +1,8 @@
-//! Weights in the kernels' packing. Dense f32: every product is exact to the model's own
-//! quantization, and prefill runs at the speed of f32 FMA.
+//! Weights in the kernels' packing: f32, exact to the model's own quantization, or rounded to
+//! bf16.
 
 use matkv_kernels::PackedMatrix;
+use matkv_types::Precision;
 
 use crate::config::LlamaConfig;
 use crate::error::Result;
@@ -13,8 +14,8 @@ pub(crate) struct Layer {
     pub qkv: PackedMatrix,
     pub output: PackedMatrix,
     pub ffn_norm: Vec<f32>,
-    /// Gate and up projections, stacked.
-    pub gate_up: PackedMatrix,
+    pub gate: PackedMatrix,
+    pub up: PackedMatrix,
     pub down: PackedMatrix,
 }
 
@@ -28,16 +29,17 @@ pub struct LlamaWeights {
 }
 
 impl LlamaWeights {
-    pub(crate) fn read(gguf: &mut Gguf, c: &LlamaConfig) -> Result<Self> {
-        let layers = (0..c.layers).map(|i| read_layer(gguf, c, i)).collect::<Result<_>>()?;
+    pub(crate) fn read(gguf: &mut Gguf, c: &LlamaConfig, precision: Precision) -> Result<Self> {
+        let layers =
+            (0..c.layers).map(|i| read_layer(gguf, c, i, precision)).collect::<Result<_>>()?;
         let mut matrix = |name: &str| -> Result<PackedMatrix> {
             let dense = gguf.tensor(name, &[c.vocab, c.hidden])?;
-            Ok(PackedMatrix::pack(&dense, c.vocab, c.hidden))
+            Ok(PackedMatrix::pack(&dense, c.vocab, c.hidden, precision))
         };
         let embedding = matrix("token_embd.weight")?;
         let head = if gguf.has_tensor("output.weight") {
             let dense = gguf.tensor("output.weight", &[c.vocab, c.hidden])?;
-            Some(PackedMatrix::pack(&dense, c.vocab, c.hidden))
+            Some(PackedMatrix::pack(&dense, c.vocab, c.hidden, precision))
         } else {
             None
         };
@@ -47,26 +49,31 @@ impl LlamaWeights {
 
     /// Bytes of packed matrices.
     pub fn bytes(&self) -> usize {
-        let layer =
-            |l: &Layer| l.qkv.bytes() + l.output.bytes() + l.gate_up.bytes() + l.down.bytes();
-        self.layers.iter().map(layer).sum::<usize>()
+        let matrices = |l: &Layer| -> usize {
+            [&l.qkv, &l.output, &l.gate, &l.up, &l.down].map(PackedMatrix::bytes).iter().sum()
+        };
+        self.layers.iter().map(matrices).sum::<usize>()
             + self.embedding.bytes()
             + self.head.as_ref().map_or(0, PackedMatrix::bytes)
     }
 }
 
-fn read_layer(gguf: &mut Gguf, c: &LlamaConfig, i: usize) -> Result<Layer> {
+fn read_layer(gguf: &mut Gguf, c: &LlamaConfig, i: usize, precision: Precision) -> Result<Layer> {
     let (h, q, kv) = (c.hidden, c.heads * c.head_dim, c.kv_heads * c.head_dim);
     let mut get = |name: &str, dims: &[usize]| gguf.tensor(&format!("blk.{i}.{name}.weight"), dims);
     let (wq, wk, wv) =
         (get("attn_q", &[q, h])?, get("attn_k", &[kv, h])?, get("attn_v", &[kv, h])?);
-    let (gate, up) = (get("ffn_gate", &[c.ffn, h])?, get("ffn_up", &[c.ffn, h])?);
+    let (attention_norm, ffn_norm) = (get("attn_norm", &[h])?, get("ffn_norm", &[h])?);
+    let mut pack = |name: &str, n: usize, k: usize| -> Result<PackedMatrix> {
+        Ok(PackedMatrix::pack(&get(name, &[n, k])?, n, k, precision))
+    };
     Ok(Layer {
-        attention_norm: get("attn_norm", &[h])?,
-        qkv: PackedMatrix::pack_stacked(&[(&wq, q), (&wk, kv), (&wv, kv)], h),
-        output: PackedMatrix::pack(&get("attn_output", &[h, q])?, h, q),
-        ffn_norm: get("ffn_norm", &[h])?,
-        gate_up: PackedMatrix::pack_stacked(&[(&gate, c.ffn), (&up, c.ffn)], h),
-        down: PackedMatrix::pack(&get("ffn_down", &[h, c.ffn])?, h, c.ffn),
+        attention_norm,
+        qkv: PackedMatrix::pack_stacked(&[(&wq, q), (&wk, kv), (&wv, kv)], h, precision),
+        output: pack("attn_output", h, q)?,
+        ffn_norm,
+        gate: pack("ffn_gate", c.ffn, h)?,
+        up: pack("ffn_up", c.ffn, h)?,
+        down: pack("ffn_down", h, c.ffn)?,
     })
 }
