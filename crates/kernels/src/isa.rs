@@ -12,7 +12,7 @@ pub struct Isa(pub(crate) Kind);
 pub(crate) enum Kind {
     /// Plain Rust: sixteen-element arrays.
     Portable,
-    /// AVX2 with FMA.
+    /// AVX2 with FMA and F16C.
     Avx2,
     /// AVX-512 F, BW, DQ, VL.
     Avx512,
@@ -38,7 +38,9 @@ impl Isa {
         let mut sets = Vec::new();
         #[cfg(target_arch = "x86_64")]
         {
-            let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
             if avx2
                 && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
@@ -80,20 +82,20 @@ macro_rules! dispatch {
         $(#[$doc])*
         $vis unsafe fn $name $(<$t: $bound>)? (isa: $crate::isa::Isa, $($arg: $ty),*) {
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx2,fma")]
+            #[target_feature(enable = "avx2,fma,f16c")]
             unsafe fn avx2 $(<$t: $bound>)? ($($arg: $ty),*) {
                 // SAFETY: same contract as the caller's; the feature is enabled here.
                 unsafe { $body::<$crate::lanes_avx2::Avx2 $(, $t)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
             unsafe fn avx512 $(<$t: $bound>)? ($($arg: $ty),*) {
                 // SAFETY: same contract as the caller's; the features are enabled here.
                 unsafe { $body::<$crate::lanes_avx512::Avx512<false> $(, $t)?>($($arg),*) }
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(
-                enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma"
+                enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx512vnni,avx2,fma,f16c"
             )]
             unsafe fn avx512_dot $(<$t: $bound>)? ($($arg: $ty),*) {
                 // SAFETY: same contract as the caller's; the features are enabled here.

@@ -53,6 +53,11 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn i16_pairs(p: *const i8) -> Self::I16Pairs;
     /// `c + a₀ · b₀ + a₁ · b₁` for a pair `a` of 16-bit integers and each pair of `b`: exact.
     unsafe fn dot_i16(c: Self::I, a: u32, b: Self::I16Pairs) -> Self::I;
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
+    /// Thirty-two words of four nibbles each: the first, second, third and fourth ones.
+    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4];
+    /// Widens sixteen f16.
+    unsafe fn load_f16(p: *const u16) -> Self::V;
     /// To the nearest f32, ties to even.
     unsafe fn from_i(v: Self::I) -> Self::V;
     /// Rounds finite values to bf16, ties to even; magnitudes below 2⁻¹²⁶ become 0, as
@@ -226,6 +231,22 @@ unsafe impl Lanes for Portable {
         let (a0, a1) = (a as u16 as i16, (a >> 16) as u16 as i16);
         let product = |x: i16, y: i16| i32::from(x) * i32::from(y);
         std::array::from_fn(|i| c[i] + product(a0, b[i][0]) + product(a1, b[i][1]))
+    }
+    #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4] {
+        // SAFETY: the caller gives 32 readable elements.
+        let raw = unsafe { p.cast::<[[u16; 2]; LANES]>().read_unaligned() };
+        [0, 4, 8, 12].map(|shift| raw.map(|pair| pair.map(|word| (word >> shift & 15) as i16)))
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        // SAFETY: the caller gives 16 readable elements.
+        let raw = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
+        raw.map(crate::quant::f16_to_f32)
     }
     #[inline(always)]
     unsafe fn from_i(v: Self::I) -> Self::V {

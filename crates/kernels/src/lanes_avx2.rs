@@ -124,6 +124,27 @@ unsafe impl Lanes for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        unsafe { [0, 1].map(|i| _mm256_add_epi32(a[i], b[i])) }
+    }
+    #[inline(always)]
+    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4] {
+        unsafe {
+            let low = _mm256_set1_epi16(15);
+            let raw = [_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(LANES).cast())];
+            [
+                raw.map(|w| _mm256_and_si256(w, low)),
+                raw.map(|w| _mm256_and_si256(_mm256_srli_epi16::<4>(w), low)),
+                raw.map(|w| _mm256_and_si256(_mm256_srli_epi16::<8>(w), low)),
+                raw.map(|w| _mm256_srli_epi16::<12>(w)),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        unsafe { [p, p.add(8)].map(|p| _mm256_cvtph_ps(_mm_loadu_si128(p.cast()))) }
+    }
+    #[inline(always)]
     unsafe fn from_i(v: Self::I) -> Self::V {
         unsafe { v.map(|half| _mm256_cvtepi32_ps(half)) }
     }

@@ -128,6 +128,26 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
         }
     }
     #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        unsafe { _mm512_add_epi32(a, b) }
+    }
+    #[inline(always)]
+    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4] {
+        unsafe {
+            let (low, raw) = (_mm512_set1_epi16(15), _mm512_loadu_si512(p.cast()));
+            [
+                _mm512_and_si512(raw, low),
+                _mm512_and_si512(_mm512_srli_epi16::<4>(raw), low),
+                _mm512_and_si512(_mm512_srli_epi16::<8>(raw), low),
+                _mm512_srli_epi16::<12>(raw),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const u16) -> Self::V {
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p.cast())) }
+    }
+    #[inline(always)]
     unsafe fn from_i(v: Self::I) -> Self::V {
         unsafe { _mm512_cvtepi32_ps(v) }
     }

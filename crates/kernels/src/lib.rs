@@ -24,6 +24,7 @@ mod packed;
 mod peak;
 mod pointwise;
 mod product;
+mod quant;
 mod quantize;
 pub mod reference;
 mod rope;
@@ -40,5 +41,8 @@ pub use isa::Isa;
 pub use packed::PackedMatrix;
 pub use peak::peak_flops;
 pub use pointwise::rms_norm;
+pub use quant::{
+    QUANT_BLOCK, QuantKind, QuantMatrix, QuantRows, gate_rows, quant_gemm, quant_gemm_add,
+};
 pub use rope::{RopeAngles, RopeStyle, RotaryEmbedding, rotate_heads};
 pub use rows::{NewRows, append_rows, read_k, read_v, write_rows};

@@ -4,13 +4,14 @@
 //! over its own segments. Nothing is concatenated: segments are read where they lie.
 
 use matkv_kernels::{
-    Activations, AttentionJob, Isa, NewRows, PackedMatrix, RopeAngles, SegmentView, append_rows,
-    attend, gemm, gemm_add, gemm_gated, rms_norm, rotate_heads,
+    AttentionJob, Isa, NewRows, RopeAngles, SegmentView, append_rows, attend, rms_norm,
+    rotate_heads,
 };
 use matkv_types::{KvLayout, Precision};
 use rayon::prelude::*;
 
 use crate::config::LlamaConfig;
+use crate::linear::{Input, Linear};
 use crate::weights::{Layer, LlamaWeights};
 
 /// Rows one parallel task takes; fewer rows run on the calling thread.
@@ -81,11 +82,12 @@ struct Rotation {
 
 /// Results between matrix products, all rows together; memory every layer uses again.
 struct Buffers {
-    normed: Activations,
+    normed: Input,
     qkv: Vec<f32>,
     keys: Vec<f32>,
-    attended: Activations,
-    gated: Activations,
+    attended: Input,
+    gate_up: Vec<f32>,
+    gated: Input,
 }
 
 struct Pass<'a> {
@@ -124,7 +126,7 @@ pub(crate) fn forward(
     Some(pass.logits(steps, &x))
 }
 
-fn embed(embedding: &PackedMatrix, token: u32, x: &mut Vec<f32>) {
+fn embed(embedding: &Linear, token: u32, x: &mut Vec<f32>) {
     let start = x.len();
     x.resize(start + embedding.k(), 0.0);
     embedding.unpack_row(token as usize, &mut x[start..]);
@@ -140,11 +142,12 @@ impl<'a> Pass<'a> {
         let rows: usize = steps.iter().map(|s| s.rows.len()).sum();
         let qkv_width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
         let buffers = Buffers {
-            normed: Activations::zeros(precision, rows * c.hidden),
+            normed: Input::zeros(w.kept, rows * c.hidden),
             qkv: vec![0.0; rows * qkv_width],
             keys: vec![0.0; rows * c.kv_heads * c.head_dim],
-            attended: Activations::zeros(precision, rows * c.heads * c.head_dim),
-            gated: Activations::zeros(precision, rows * c.ffn),
+            attended: Input::zeros(w.kept, rows * c.heads * c.head_dim),
+            gate_up: Vec::new(),
+            gated: Input::zeros(w.kept, rows * c.ffn),
         };
         let rotations = steps.iter().map(|step| {
             let mut list: Vec<Rotation> = Vec::new();
@@ -181,8 +184,9 @@ impl<'a> Pass<'a> {
     fn attention(&mut self, i: usize, layer: &Layer, steps: &mut [Step<'_>], x: &mut [f32]) {
         let c = self.c;
         let width = layer.qkv.padded_n();
-        rms_norm(self.isa, x, &layer.attention_norm, c.epsilon, &mut self.buffers.normed);
-        gemm(self.isa, &self.buffers.normed, &layer.qkv, &mut self.buffers.qkv);
+        let Buffers { normed, qkv, .. } = &mut self.buffers;
+        rms_norm(self.isa, x, &layer.attention_norm, c.epsilon, &mut normed.values);
+        layer.qkv.product(self.isa, normed, qkv);
         let qkv = std::mem::take(&mut self.buffers.qkv);
         let mut first = 0;
         for (s, step) in steps.iter_mut().enumerate() {
@@ -193,7 +197,7 @@ impl<'a> Pass<'a> {
         }
         self.buffers.qkv = qkv;
         self.attend(i, steps);
-        gemm_add(self.isa, &self.buffers.attended, &layer.output, x);
+        layer.output.add_product(self.isa, &mut self.buffers.attended, x);
     }
 
     /// Rotates keys to their own position and writes K and V into the own section.
@@ -232,7 +236,7 @@ impl<'a> Pass<'a> {
     fn attend(&mut self, layer: usize, steps: &[Step<'_>]) {
         let c = self.c;
         let width = c.heads * c.head_dim;
-        let mut out = self.buffers.attended.as_mut();
+        let mut out = self.buffers.attended.values.as_mut();
         let mut jobs = Vec::with_capacity(steps.len());
         for (s, step) in steps.iter().enumerate() {
             let (mine, rest) = out.split_at_mut(step.rows.len() * width);
@@ -263,10 +267,10 @@ impl<'a> Pass<'a> {
 
     /// `x += Wdown · (silu(Wgate · n) · (Wup · n))`, `n = norm(x)`.
     fn feed_forward(&mut self, layer: &Layer, x: &mut [f32]) {
-        let Buffers { normed, gated, .. } = &mut self.buffers;
-        rms_norm(self.isa, x, &layer.ffn_norm, self.c.epsilon, normed);
-        gemm_gated(self.isa, normed, &layer.gate, &layer.up, gated);
-        gemm_add(self.isa, gated, &layer.down, x);
+        let Buffers { normed, gate_up, gated, .. } = &mut self.buffers;
+        rms_norm(self.isa, x, &layer.ffn_norm, self.c.epsilon, &mut normed.values);
+        layer.gate_up.product(self.isa, normed, gate_up, gated);
+        layer.down.add_product(self.isa, gated, x);
     }
 
     fn logits(&self, steps: &[Step<'_>], x: &[f32]) -> Vec<Vec<f32>> {
@@ -279,11 +283,11 @@ impl<'a> Pass<'a> {
                 last.extend_from_slice(&x[(first - 1) * c.hidden..first * c.hidden]);
             }
         }
-        let mut normed = Activations::zeros(self.precision, last.len());
-        rms_norm(self.isa, &last, &self.w.norm, c.epsilon, &mut normed);
+        let mut normed = Input::zeros(self.w.head_kept, last.len());
+        rms_norm(self.isa, &last, &self.w.norm, c.epsilon, &mut normed.values);
         let head = self.w.head.as_ref().unwrap_or(&self.w.embedding);
         let mut out = vec![0.0; last.len() / c.hidden * head.padded_n()];
-        gemm(self.isa, &normed, head, &mut out);
+        head.product(self.isa, &mut normed, &mut out);
         out.chunks_exact(head.padded_n()).map(|row| row[..c.vocab].to_vec()).collect()
     }
 }

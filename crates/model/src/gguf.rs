@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 
 use candle_core::Device;
 use candle_core::quantized::gguf_file::{Content, Value};
+use candle_core::quantized::{GgmlDType, QTensor};
+use matkv_kernels::QuantKind;
 
 use crate::error::{ModelError, Result};
 
@@ -111,8 +113,7 @@ impl Gguf {
         value.to_vec().map_err(|e| metadata(key, e.to_string()))
     }
 
-    /// A tensor as row-major f32, with its dimensions checked.
-    pub(crate) fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<Vec<f32>> {
+    fn read(&mut self, name: &str, dims: &[usize]) -> Result<QTensor> {
         let err = |reason: String| ModelError::Tensor { name: name.to_owned(), reason };
         let tensor = self
             .content
@@ -121,6 +122,32 @@ impl Gguf {
         if tensor.shape().dims() != dims {
             return Err(err(format!("expected {dims:?}, found {:?}", tensor.shape().dims())));
         }
+        Ok(tensor)
+    }
+
+    /// How a tensor's weights are written, if the kernels multiply them as they are.
+    pub(crate) fn quant_kind(&self, name: &str) -> Option<QuantKind> {
+        match self.content.tensor_infos.get(name)?.ggml_dtype {
+            GgmlDType::Q4_0 => Some(QuantKind::Q4_0),
+            GgmlDType::Q4_1 => Some(QuantKind::Q4_1),
+            GgmlDType::Q8_0 => Some(QuantKind::Q8_0),
+            _ => None,
+        }
+    }
+
+    /// A tensor's blocks as they are in the file, with its dimensions checked.
+    pub(crate) fn blocks(&mut self, name: &str, dims: &[usize]) -> Result<Vec<u8>> {
+        let tensor = self.read(name, dims)?;
+        let bytes = tensor
+            .data()
+            .map_err(|e| ModelError::Tensor { name: name.to_owned(), reason: reason(&e) })?;
+        Ok(bytes.into_owned())
+    }
+
+    /// A tensor as row-major f32, with its dimensions checked.
+    pub(crate) fn tensor(&mut self, name: &str, dims: &[usize]) -> Result<Vec<f32>> {
+        let err = |reason: String| ModelError::Tensor { name: name.to_owned(), reason };
+        let tensor = self.read(name, dims)?;
         let dense = tensor.dequantize(&Device::Cpu).map_err(|e| err(reason(&e)))?;
         dense.flatten_all().and_then(|t| t.to_vec1::<f32>()).map_err(|e| err(reason(&e)))
     }

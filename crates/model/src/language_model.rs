@@ -13,7 +13,7 @@ use crate::gguf::Gguf;
 use crate::prompt::{self, Frame, Message};
 use crate::template::ChatTemplate;
 use crate::tokenizer::TextTokenizer;
-use crate::weights::LlamaWeights;
+use crate::weights::{LlamaWeights, Phase};
 
 /// Names the arithmetic every row is computed with; another class is another fingerprint.
 const fn arithmetic_class(precision: Precision) -> &'static str {
@@ -69,12 +69,12 @@ impl<'p> ModelHeader<'p> {
 
 impl LanguageModel {
     /// Opens a GGUF file: refuses what cannot be served exactly, then loads and packs weights for
-    /// the default precision.
+    /// prefill in the default precision.
     ///
     /// # Errors
     /// If the file cannot be read, is not a Llama model, or is refused.
     pub fn open(path: &Path, cache: Option<&Path>) -> Result<Self> {
-        Self::load(ModelHeader::read(path)?, cache, Precision::default())
+        Self::load(ModelHeader::read(path)?, cache, Precision::default(), Phase::Prefill)
     }
 
     /// Opens the rest of a file whose header has been read.
@@ -85,6 +85,7 @@ impl LanguageModel {
         header: ModelHeader<'_>,
         cache: Option<&Path>,
         precision: Precision,
+        phase: Phase,
     ) -> Result<Self> {
         let ModelHeader { path, mut gguf, config } = header;
         let tokenizer = TextTokenizer::read(&gguf)?;
@@ -101,7 +102,7 @@ impl LanguageModel {
             tokenizer.bos_text(),
             eos.unwrap_or_default(),
         )?;
-        let weights = LlamaWeights::read(&mut gguf, &config, precision)?;
+        let weights = LlamaWeights::read(&mut gguf, &config, precision, phase)?;
         let digest = file_digest(path, cache)?;
         let isa = Isa::detect();
         Ok(Self { config, tokenizer, template, weights, digest, isa, precision })

@@ -1,0 +1,510 @@
+//! Linear layers over a model file's own 4- and 8-bit weights, for few rows.
+//!
+//! With few rows a product costs what its weights take to be read, so they stay as small as they
+//! are in the file, and exact. Rows are quantized to 16 bits in blocks of 32 with a scale each:
+//! products and their sums over a block are exact integers, and what rounding adds is 2⁻¹⁶ of a
+//! block's largest value.
+
+use rayon::prelude::*;
+
+use crate::isa::{Isa, dispatch};
+use crate::lanes::{LANES, Lanes};
+use crate::pointwise::silu_mul;
+use crate::quantize::quantize;
+
+/// Elements that share a scale.
+pub const QUANT_BLOCK: usize = 32;
+/// Columns of a tile.
+const TILE: usize = LANES;
+/// Rows that share the weights in registers.
+const ROWS: usize = 4;
+/// Scales, and minimums, of one block of a tile.
+const SCALE_BYTES: usize = 2 * TILE;
+/// Bytes of weights one task reads at most: threads that are late leave less to wait for.
+const TASK_BYTES: usize = 256 << 10;
+
+/// How weights are written in blocks of 32 of a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QuantKind {
+    /// `x = d · q`, q of 4 bits less 8 (GGUF Q4_0).
+    Q4_0,
+    /// `x = d · q + m`, q of 4 bits (GGUF Q4_1).
+    Q4_1,
+    /// `x = d · q`, q of 8 bits with sign (GGUF Q8_0).
+    Q8_0,
+}
+
+impl QuantKind {
+    /// Bytes of a block in a file.
+    pub const fn block_bytes(self) -> usize {
+        match self {
+            Self::Q4_0 => 18,
+            Self::Q4_1 => 20,
+            Self::Q8_0 => 34,
+        }
+    }
+
+    /// Whether it is kept as four bits and a minimum.
+    const fn is_four(self) -> bool {
+        !matches!(self, Self::Q8_0)
+    }
+
+    /// Bytes of a block of a tile: scales, and what they scale.
+    const fn tile_bytes(self) -> usize {
+        if self.is_four() { 2 * SCALE_BYTES + TILE * 16 } else { SCALE_BYTES + TILE * 32 }
+    }
+}
+
+/// A weight matrix `[n][k]`, sixteen rows to a tile `[n / 16][k / 32]`.
+///
+/// A block of a tile has sixteen f16 scales; with 4 bits sixteen f16 minimums and four groups of
+/// eight k: word `2 · column + k % 2` holds k, k + 2, k + 4 and k + 6 from its low bits on; with 8
+/// bits pairs of k `[16][16][2]`.
+pub struct QuantMatrix {
+    n: usize,
+    k: usize,
+    four: bool,
+    data: Vec<u8>,
+}
+
+impl QuantMatrix {
+    /// Packs matrices of equal kind and `k`, one below the other, from the bytes of a file.
+    ///
+    /// # Panics
+    /// If a part does not hold `n` rows of whole blocks.
+    pub fn pack_stacked(parts: &[(&[u8], usize)], kind: QuantKind, k: usize) -> Self {
+        assert!(k.is_multiple_of(QUANT_BLOCK), "k = {k} must be whole blocks");
+        let n: usize = parts.iter().map(|p| p.1).sum();
+        let (blocks, bytes) = (k / QUANT_BLOCK, kind.block_bytes());
+        let tile = blocks * kind.tile_bytes();
+        let mut data = vec![0; n.div_ceil(TILE) * tile];
+        let mut row = 0;
+        for (source, rows) in parts {
+            assert_eq!(source.len(), rows * blocks * bytes, "a weight part has the wrong size");
+            for source in source.chunks_exact(blocks * bytes) {
+                let target = &mut data[row / TILE * tile..][..tile];
+                let blocks = source.chunks_exact(bytes);
+                for (block, target) in blocks.zip(target.chunks_exact_mut(kind.tile_bytes())) {
+                    put_block(kind, block, row % TILE, target);
+                }
+                row += 1;
+            }
+        }
+        Self { n, k, four: kind.is_four(), data }
+    }
+
+    /// Output columns.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Input columns.
+    pub fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Width of an output row: n rounded up to whole tiles.
+    pub fn padded_n(&self) -> usize {
+        self.n.next_multiple_of(TILE)
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        self.data.len()
+    }
+
+    fn tile_bytes(&self) -> usize {
+        let kind = if self.four { QuantKind::Q4_1 } else { QuantKind::Q8_0 };
+        kind.tile_bytes()
+    }
+
+    /// Copies row `row` of the original matrix into `out` (`k` elements).
+    ///
+    /// # Panics
+    /// If the row does not exist or `out` is not `k` long.
+    pub fn unpack_row(&self, row: usize, out: &mut [f32]) {
+        assert!(row < self.n && out.len() == self.k);
+        let (bytes, column) = (self.tile_bytes(), row % TILE);
+        let tile = &self.data[row / TILE * (self.k / QUANT_BLOCK) * bytes..];
+        for (block, out) in tile.chunks_exact(bytes).zip(out.chunks_exact_mut(QUANT_BLOCK)) {
+            let scale = |at: usize| f16_to_f32(u16::from_le_bytes([block[at], block[at + 1]]));
+            let d = scale(2 * column);
+            if self.four {
+                let m = scale(SCALE_BYTES + 2 * column);
+                for (i, x) in out.iter_mut().enumerate() {
+                    let (word, shift) = nibble_at(column, i);
+                    let at = 2 * SCALE_BYTES + 2 * word;
+                    let word = u16::from_le_bytes([block[at], block[at + 1]]);
+                    *x = d * f32::from(word >> shift & 15) + m;
+                }
+            } else {
+                for (i, x) in out.iter_mut().enumerate() {
+                    let at = SCALE_BYTES + i / 2 * 2 * TILE + 2 * column + i % 2;
+                    *x = d * f32::from(block[at] as i8);
+                }
+            }
+        }
+    }
+}
+
+/// Word of a block of a tile, and bit in it, where the four bits of `(column, k)` begin.
+const fn nibble_at(column: usize, k: usize) -> (usize, usize) {
+    (k / 8 * 2 * TILE + 2 * column + k % 2, k % 8 / 2 * 4)
+}
+
+/// Puts one block of one row into its tile.
+fn put_block(kind: QuantKind, block: &[u8], column: usize, target: &mut [u8]) {
+    target[2 * column..2 * column + 2].copy_from_slice(&block[..2]);
+    if kind == QuantKind::Q8_0 {
+        for (k, &q) in block[2..].iter().enumerate() {
+            target[SCALE_BYTES + k / 2 * 2 * TILE + 2 * column + k % 2] = q;
+        }
+        return;
+    }
+    let minimum = match kind {
+        QuantKind::Q4_1 => [block[2], block[3]],
+        // `d · (q − 8)` is `d · q − 8 d`; eight times an f16 is exact unless it overflows.
+        _ => times_minus_8(u16::from_le_bytes([block[0], block[1]])).to_le_bytes(),
+    };
+    target[SCALE_BYTES + 2 * column..][..2].copy_from_slice(&minimum);
+    let codes = &block[if kind == QuantKind::Q4_1 { 4 } else { 2 }..];
+    for k in 0..QUANT_BLOCK {
+        // GGUF keeps k and k + 16 in one byte.
+        let code = codes[k % 16] >> (k / 16 * 4) & 15;
+        let (word, shift) = nibble_at(column, k);
+        target[2 * SCALE_BYTES + 2 * word + shift / 8] |= code << (shift % 8);
+    }
+}
+
+/// An f16 times −8.
+fn times_minus_8(bits: u16) -> u16 {
+    let exponent = bits >> 10 & 31;
+    match exponent {
+        // A subnormal is its mantissa; from 2¹⁰ on the bit above the mantissa counts as exponent.
+        0 => {
+            let (mut mantissa, mut exponent) = (bits & 0x3ff, 0);
+            for _ in 0..3 {
+                if exponent > 0 || mantissa >= 0x400 {
+                    exponent += 1;
+                } else {
+                    mantissa <<= 1;
+                }
+            }
+            // The bit that carried is the first exponent.
+            (bits ^ 0x8000) & 0x8000 | (mantissa + (exponent << 10))
+        }
+        // Beyond what f16 can say: infinity, as the file's own product would be far from useful.
+        28..=31 => bits & 0x8000 ^ 0xfc00,
+        _ => (bits ^ 0x8000) + (3 << 10),
+    }
+}
+
+/// Widens an f16.
+pub(crate) fn f16_to_f32(bits: u16) -> f32 {
+    let sign = u32::from(bits & 0x8000) << 16;
+    let (exponent, mantissa) = (u32::from(bits >> 10 & 31), u32::from(bits & 0x3ff));
+    match exponent {
+        0 => f32::from_bits(sign | (mantissa as f32 * 2f32.powi(-24)).to_bits()),
+        31 => f32::from_bits(sign | 0x7f80_0000 | mantissa << 13),
+        _ => f32::from_bits(sign | (exponent + 112) << 23 | mantissa << 13),
+    }
+}
+
+/// Rows of activations as 16-bit integers, a scale for each block of 32.
+#[derive(Debug, Default)]
+pub struct QuantRows {
+    k: usize,
+    /// `[m][k]`.
+    codes: Vec<i16>,
+    /// `[m][k / 32]`.
+    scales: Vec<f32>,
+    /// Sums of the blocks, scaled: what minimums are multiplied with.
+    sums: Vec<f32>,
+}
+
+impl QuantRows {
+    /// Takes rows of `k` in; memory is used again.
+    ///
+    /// # Panics
+    /// If `x` is not whole rows of whole blocks.
+    pub fn quantize(&mut self, isa: Isa, x: &[f32], k: usize) {
+        assert!(k.is_multiple_of(QUANT_BLOCK) && x.len().is_multiple_of(k));
+        self.k = k;
+        self.codes.resize(x.len(), 0);
+        self.scales.resize(x.len() / QUANT_BLOCK, 0.0);
+        self.sums.resize(x.len() / QUANT_BLOCK, 0.0);
+        let (codes, scales, sums) = (&mut self.codes, &mut self.scales, &mut self.sums);
+        // SAFETY: `codes` has the length of `x`, the others one element for each block of it.
+        unsafe { quantize_blocks(isa, x, codes, scales, sums) };
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.codes.len().checked_div(self.k).unwrap_or(0)
+    }
+}
+
+#[inline(always)]
+unsafe fn quantize_blocks_body<L: Lanes>(
+    x: &[f32],
+    codes: &mut [i16],
+    scales: &mut [f32],
+    sums: &mut [f32],
+) {
+    for (b, x) in x.chunks_exact(QUANT_BLOCK).enumerate() {
+        let codes = &mut codes[b * QUANT_BLOCK..(b + 1) * QUANT_BLOCK];
+        // SAFETY: two groups of lanes in each block of `x` and of `codes`.
+        unsafe {
+            scales[b] = quantize::<L>(x.as_ptr(), QUANT_BLOCK, codes.as_mut_ptr());
+            let sum: i32 = codes.iter().map(|c| i32::from(*c)).sum();
+            sums[b] = sum as f32 * scales[b];
+        }
+    }
+}
+
+dispatch! {
+    /// Codes, scales and sums of blocks.
+    ///
+    /// # Safety
+    /// `x` is whole blocks, `codes` as long as `x`, the others have one element a block.
+    unsafe fn quantize_blocks => quantize_blocks_body(
+        x: &[f32], codes: &mut [i16], scales: &mut [f32], sums: &mut [f32],
+    )
+}
+
+struct Task<'a> {
+    rows: &'a QuantRows,
+    w: &'a QuantMatrix,
+    first: usize,
+    tiles: usize,
+    c: *mut f32,
+    accumulate: bool,
+}
+
+// SAFETY: `c` is written through by tasks for disjoint columns only.
+unsafe impl Send for Task<'_> {}
+// SAFETY: as above.
+unsafe impl Sync for Task<'_> {}
+
+/// `M` rows from `row` on by `N` tiles from `tile` on, one or two.
+#[inline(always)]
+unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>(
+    t: &Task<'_>,
+    row: usize,
+    tile: usize,
+) {
+    let kind = if FOUR { QuantKind::Q4_1 } else { QuantKind::Q8_0 };
+    let (k, blocks) = (t.w.k, t.w.k / QUANT_BLOCK);
+    let stride = blocks * kind.tile_bytes();
+    // SAFETY: `product` makes tasks of tiles of W and rows that exist; C has `padded_n` columns for
+    // each.
+    unsafe {
+        let mut c = [[L::splat(0.0); N]; M];
+        let mut w = [t.w.data.as_ptr().add(tile * stride); N];
+        if N == 2 {
+            w[1] = w[1].add(stride);
+        }
+        for b in 0..blocks {
+            // Two chains a sum, so that none waits for itself; integers add up in any order.
+            let mut sums = [[[L::zero_i(); 2]; N]; M];
+            let a = t.rows.codes.as_ptr().add(row * k + b * QUANT_BLOCK);
+            if FOUR {
+                for g in 0..4 {
+                    let at = 2 * SCALE_BYTES + g * 4 * TILE;
+                    // No closure: it would be compiled without the instruction set.
+                    let mut codes = [L::nibble_pairs(w[0].add(at).cast()); N];
+                    if N == 2 {
+                        codes[1] = L::nibble_pairs(w[1].add(at).cast());
+                    }
+                    for s in 0..4 {
+                        for (i, sums) in sums.iter_mut().enumerate() {
+                            let a = a.add(i * k + g * 8 + 2 * s).cast::<u32>().read_unaligned();
+                            for (sums, codes) in sums.iter_mut().zip(&codes) {
+                                sums[s % 2] = L::dot_i16(sums[s % 2], a, codes[s]);
+                            }
+                        }
+                    }
+                }
+            } else {
+                for p in 0..QUANT_BLOCK / 2 {
+                    let at = SCALE_BYTES + p * 2 * TILE;
+                    let mut codes = [L::i16_pairs(w[0].add(at).cast()); N];
+                    if N == 2 {
+                        codes[1] = L::i16_pairs(w[1].add(at).cast());
+                    }
+                    for (i, sums) in sums.iter_mut().enumerate() {
+                        let a = a.add(i * k + 2 * p).cast::<u32>().read_unaligned();
+                        for (sums, codes) in sums.iter_mut().zip(codes) {
+                            sums[p % 2] = L::dot_i16(sums[p % 2], a, codes);
+                        }
+                    }
+                }
+            }
+            for (j, w) in w.iter_mut().enumerate() {
+                let d = L::load_f16(w.cast());
+                for i in 0..M {
+                    let at = (row + i) * blocks + b;
+                    let scale = L::mul(d, L::splat(*t.rows.scales.get_unchecked(at)));
+                    let sum = L::from_i(L::add_i(sums[i][j][0], sums[i][j][1]));
+                    c[i][j] = L::fma(scale, sum, c[i][j]);
+                }
+                if FOUR {
+                    let m = L::load_f16(w.add(SCALE_BYTES).cast());
+                    for (i, c) in c.iter_mut().enumerate() {
+                        let sum = *t.rows.sums.get_unchecked((row + i) * blocks + b);
+                        c[j] = L::fma(m, L::splat(sum), c[j]);
+                    }
+                }
+                *w = w.add(kind.tile_bytes());
+            }
+        }
+        for (i, c) in c.iter().enumerate() {
+            let out = t.c.add((row + i) * t.w.padded_n() + tile * TILE);
+            for (j, c) in c.iter().enumerate() {
+                let out = out.add(j * TILE);
+                let c = if t.accumulate { L::add(L::load(out), *c) } else { *c };
+                L::store(out, c);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn run_body<L: Lanes>(t: &Task<'_>) {
+    // SAFETY: forwarded.
+    unsafe {
+        if t.w.four {
+            all_rows::<L, true>(t);
+        } else {
+            all_rows::<L, false>(t);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn all_rows<L: Lanes, const FOUR: bool>(t: &Task<'_>) {
+    let end = t.first + t.tiles;
+    for tile in (t.first..end).step_by(2) {
+        // SAFETY: rows and tiles exist.
+        unsafe {
+            if tile + 2 <= end {
+                rows_of::<L, 2, FOUR>(t, tile);
+            } else {
+                rows_of::<L, 1, FOUR>(t, tile);
+            }
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn rows_of<L: Lanes, const N: usize, const FOUR: bool>(t: &Task<'_>, tile: usize) {
+    let (mut row, rows) = (0, t.rows.rows());
+    // SAFETY: rows and tiles exist.
+    unsafe {
+        while rows - row >= ROWS {
+            some_tiles::<L, ROWS, N, FOUR>(t, row, tile);
+            row += ROWS;
+        }
+        match rows - row {
+            3 => some_tiles::<L, 3, N, FOUR>(t, row, tile),
+            2 => some_tiles::<L, 2, N, FOUR>(t, row, tile),
+            1 => some_tiles::<L, 1, N, FOUR>(t, row, tile),
+            _ => {}
+        }
+    }
+}
+
+dispatch! {
+    /// Runs one task.
+    ///
+    /// # Safety
+    /// The task's tiles and rows exist and nobody else uses its columns of C.
+    unsafe fn run => run_body(t: &Task<'_>)
+}
+
+fn product(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32], accumulate: bool) {
+    assert_eq!(a.k, w.k, "rows of {} for weights of {}", a.k, w.k);
+    assert_eq!(c.len(), a.rows() * w.padded_n(), "C has the wrong size");
+    let tiles = w.padded_n() / TILE;
+    let tile_bytes = w.k / QUANT_BLOCK * w.tile_bytes();
+    // As many tasks for each thread: which columns a task has changes no bit of them.
+    let threads = rayon::current_num_threads();
+    let rounds = (tiles * tile_bytes).div_ceil(threads * TASK_BYTES).max(1);
+    let per_task = tiles.div_ceil(threads * rounds).next_multiple_of(2);
+    let c = c.as_mut_ptr();
+    let tasks: Vec<Task<'_>> = (0..tiles)
+        .step_by(per_task)
+        .map(|first| Task { rows: a, w, first, tiles: per_task.min(tiles - first), c, accumulate })
+        .collect();
+    // SAFETY: tasks cover disjoint columns of C, all inside the checked slice.
+    tasks.par_iter().for_each(|task| unsafe { run(isa, task) });
+}
+
+/// `c[m][padded_n] = a[m][k] · wᵀ`; columns past `n` are zero.
+///
+/// # Panics
+/// If the sizes do not fit each other.
+pub fn quant_gemm(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32]) {
+    product(isa, a, w, c, false);
+}
+
+/// `c[m][n] += a[m][k] · wᵀ`, each product summed up before it is added; n is a multiple of 16.
+///
+/// # Panics
+/// If the sizes do not fit each other.
+pub fn quant_gemm_add(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32]) {
+    assert_eq!(w.n(), w.padded_n(), "columns must be whole tiles");
+    product(isa, a, w, c, true);
+}
+
+#[inline(always)]
+unsafe fn gate_body<L: Lanes>(gate_up: &[f32], out: &mut [f32]) {
+    let width = out.len();
+    // SAFETY: `gate_up` is twice as long as `out`, a multiple of 16.
+    unsafe {
+        for i in (0..width).step_by(LANES) {
+            let gate = L::load(gate_up.as_ptr().add(i));
+            let up = L::load(gate_up.as_ptr().add(width + i));
+            L::store(out.as_mut_ptr().add(i), silu_mul::<L>(gate, up));
+        }
+    }
+}
+
+dispatch! {
+    /// One row.
+    ///
+    /// # Safety
+    /// `gate_up` is twice as long as `out`, whose length is a multiple of 16.
+    unsafe fn gate => gate_body(gate_up: &[f32], out: &mut [f32])
+}
+
+/// `out = silu(gate) · up` for rows laid out `[gate][up]`, `width` each.
+///
+/// # Panics
+/// If the slices do not fit each other or `width` is not a multiple of 16.
+pub fn gate_rows(isa: Isa, gate_up: &[f32], width: usize, out: &mut [f32]) {
+    assert!(width.is_multiple_of(LANES) && gate_up.len() == 2 * out.len());
+    assert!(out.len().is_multiple_of(width));
+    for (out, row) in out.chunks_exact_mut(width).zip(gate_up.chunks_exact(2 * width)) {
+        // SAFETY: the row is twice as long as `out`, whose length is a multiple of 16.
+        unsafe { gate(isa, row, out) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn eight_times_every_half() {
+        for bits in 0..=u16::MAX {
+            if bits >> 10 & 31 == 31 {
+                continue;
+            }
+            let (x, y) = (f16_to_f32(bits), f16_to_f32(times_minus_8(bits)));
+            let wanted = -8.0 * x;
+            let wanted = if wanted.abs() >= 65_520.0 { wanted * f32::INFINITY } else { wanted };
+            assert_eq!((y, y.is_sign_negative()), (wanted, !x.is_sign_negative()), "{bits:04x}");
+        }
+    }
+}

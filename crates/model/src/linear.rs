@@ -1,0 +1,184 @@
+//! A linear layer, however its weights are kept, and what is multiplied with it.
+
+use matkv_kernels::{
+    Activations, ActivationsMut, Isa, PackedMatrix, QuantMatrix, QuantRows, gate_rows, gemm,
+    gemm_add, gemm_gated, quant_gemm, quant_gemm_add,
+};
+use matkv_types::Precision;
+
+use crate::error::Result;
+use crate::gguf::Gguf;
+
+/// Weights of a linear layer.
+pub(crate) enum Linear {
+    /// Dense: for many rows.
+    Packed(PackedMatrix),
+    /// As they are in the file: for few rows, which cost what their weights take to be read.
+    Quant(QuantMatrix),
+}
+
+/// How weights are kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kept {
+    /// Dense, rounded to a precision.
+    Packed(Precision),
+    /// As they are in the file.
+    Quant,
+}
+
+impl Linear {
+    /// Reads tensors of equal width, one below the other: names and rows of each.
+    pub fn read(gguf: &mut Gguf, parts: &[(&str, usize)], k: usize, kept: Kept) -> Result<Self> {
+        match kept {
+            Kept::Packed(precision) => {
+                let read = |(name, n): &(&str, usize)| Ok((gguf.tensor(name, &[*n, k])?, *n));
+                let dense: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
+                let parts: Vec<_> = dense.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
+                Ok(Self::Packed(PackedMatrix::pack_stacked(&parts, k, precision)))
+            }
+            Kept::Quant => {
+                let kind = gguf.quant_kind(parts[0].0).unwrap_or(matkv_kernels::QuantKind::Q8_0);
+                let read = |(name, n): &(&str, usize)| Ok((gguf.blocks(name, &[*n, k])?, *n));
+                let blocks: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
+                let parts: Vec<_> = blocks.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
+                Ok(Self::Quant(QuantMatrix::pack_stacked(&parts, kind, k)))
+            }
+        }
+    }
+
+    /// Whether tensors may be kept as they are: all are of one kind the kernels know.
+    pub fn may_be_quant(gguf: &Gguf, names: &[&str]) -> bool {
+        let kinds: Vec<_> = names.iter().map(|n| gguf.quant_kind(n)).collect();
+        kinds.iter().all(|k| k.is_some() && *k == kinds[0])
+    }
+
+    /// Input columns.
+    pub fn k(&self) -> usize {
+        match self {
+            Self::Packed(w) => w.k(),
+            Self::Quant(w) => w.k(),
+        }
+    }
+
+    /// Width of an output row.
+    pub fn padded_n(&self) -> usize {
+        match self {
+            Self::Packed(w) => w.padded_n(),
+            Self::Quant(w) => w.padded_n(),
+        }
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Packed(w) => w.bytes(),
+            Self::Quant(w) => w.bytes(),
+        }
+    }
+
+    /// Copies one row of the matrix.
+    pub fn unpack_row(&self, row: usize, out: &mut [f32]) {
+        match self {
+            Self::Packed(w) => w.unpack_row(row, out),
+            Self::Quant(w) => w.unpack_row(row, out),
+        }
+    }
+
+    /// `c = a · wᵀ`.
+    pub fn product(&self, isa: Isa, a: &mut Input, c: &mut [f32]) {
+        match (self, a) {
+            (Self::Packed(w), Input { values, .. }) => gemm(isa, values, w, c),
+            (Self::Quant(w), a) => quant_gemm(isa, a.quantized(isa, w.k()), w, c),
+        }
+    }
+
+    /// `c += a · wᵀ`.
+    pub fn add_product(&self, isa: Isa, a: &mut Input, c: &mut [f32]) {
+        match (self, a) {
+            (Self::Packed(w), Input { values, .. }) => gemm_add(isa, values, w, c),
+            (Self::Quant(w), a) => quant_gemm_add(isa, a.quantized(isa, w.k()), w, c),
+        }
+    }
+}
+
+/// Gate and up projections of a feed-forward layer.
+pub(crate) enum GateUp {
+    /// Gate and up.
+    Packed(PackedMatrix, PackedMatrix),
+    /// One above the other.
+    Quant(QuantMatrix),
+}
+
+impl GateUp {
+    /// Reads both, `ffn` rows each.
+    pub fn read(
+        gguf: &mut Gguf,
+        names: [&str; 2],
+        (ffn, k): (usize, usize),
+        kept: Kept,
+    ) -> Result<Self> {
+        if kept == Kept::Quant {
+            let both = names.map(|name| (name, ffn));
+            if let Linear::Quant(w) = Linear::read(gguf, &both, k, kept)? {
+                return Ok(Self::Quant(w));
+            }
+        }
+        let precision = match kept {
+            Kept::Packed(precision) => precision,
+            Kept::Quant => Precision::default(),
+        };
+        let mut read = |name: &str| -> Result<PackedMatrix> {
+            Ok(PackedMatrix::pack(&gguf.tensor(name, &[ffn, k])?, ffn, k, precision))
+        };
+        Ok(Self::Packed(read(names[0])?, read(names[1])?))
+    }
+
+    /// Bytes held.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Packed(gate, up) => gate.bytes() + up.bytes(),
+            Self::Quant(w) => w.bytes(),
+        }
+    }
+
+    /// `out = silu(gate · a) · (up · a)`; `scratch` is memory that is used again.
+    pub fn product(&self, isa: Isa, a: &mut Input, scratch: &mut Vec<f32>, out: &mut Input) {
+        match self {
+            Self::Packed(gate, up) => gemm_gated(isa, &a.values, gate, up, &mut out.values),
+            Self::Quant(w) => {
+                let rows = a.quantized(isa, w.k());
+                scratch.resize(rows.rows() * w.padded_n(), 0.0);
+                quant_gemm(isa, rows, w, scratch);
+                if let ActivationsMut::F32(out) = out.values.as_mut() {
+                    gate_rows(isa, scratch, w.n() / 2, out);
+                }
+            }
+        }
+    }
+}
+
+/// Rows that are multiplied with weights: written by whoever computes them in the type the
+/// product takes, or as f32 that are quantized when they are needed.
+pub(crate) struct Input {
+    /// What is written.
+    pub values: Activations,
+    rows: QuantRows,
+}
+
+impl Input {
+    /// `len` zeros for weights that are kept like this.
+    pub fn zeros(kept: Kept, len: usize) -> Self {
+        let precision = match kept {
+            Kept::Packed(precision) => precision,
+            Kept::Quant => Precision::Exact,
+        };
+        Self { values: Activations::zeros(precision, len), rows: QuantRows::default() }
+    }
+
+    fn quantized(&mut self, isa: Isa, k: usize) -> &QuantRows {
+        if let Activations::F32(values) = &self.values {
+            self.rows.quantize(isa, values, k);
+        }
+        &self.rows
+    }
+}
