@@ -1,5 +1,5 @@
 //! Tokens per second of prefill and decode in both precisions:
-//! `cargo bench --bench forward -- MODEL.gguf`.
+//! `cargo bench --bench forward -- MODEL.gguf`, or in one: `… -- MODEL.gguf bf16`.
 
 use std::time::Instant;
 
@@ -51,12 +51,15 @@ fn measure(model: &LanguageModel, length: usize) {
 }
 
 fn main() {
-    let Some(path) = std::env::args().skip(1).find(|a| !a.starts_with("--")) else {
+    let mut args = std::env::args().skip(1).filter(|a| !a.starts_with("--"));
+    let Some(path) = args.next() else {
         println!("skipped: give the path of a .gguf file");
         return;
     };
     println!("{}, {} threads", Isa::detect().name(), rayon::current_num_threads());
-    for precision in Precision::ALL {
+    let only = args.next();
+    let wanted = |p: &Precision| only.as_deref().is_none_or(|name| name == p.as_str());
+    for precision in Precision::ALL.into_iter().filter(wanted) {
         let started = Instant::now();
         let header = ModelHeader::read(path.as_ref()).expect("the header is readable");
         let model = LanguageModel::load(header, None, precision).expect("the model opens");

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use matkv_types::{Codec, KvDtype, Mode};
+use matkv_types::{Codec, KvDtype, Mode, Precision};
 
 /// Which read engine the loader uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,6 +32,8 @@ pub enum StorageType {
 pub struct Config {
     /// Name of a fetched model, or a path of a GGUF file.
     pub model: String,
+    /// What its rows are computed with.
+    pub precision: Precision,
     /// Where models and digests are cached.
     pub cache_dir: PathBuf,
     /// Where chunk files and the index live.
@@ -179,6 +181,7 @@ impl Default for Config {
         let Places { cache_dir, store_dir, runtime_dir } = Places::of_this_user();
         Self {
             model: "smollm2-135m".into(),
+            precision: Precision::Bf16,
             cache_dir,
             store_dir,
             runtime_dir,

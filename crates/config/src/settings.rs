@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use matkv_types::{Codec, KvDtype};
+use matkv_types::{Codec, KvDtype, Precision};
 
 use crate::config::{Config, IoEngine, StorageType};
 use crate::units::{exact_bytes, format_duration, parse_bytes, parse_duration};
@@ -216,6 +216,13 @@ pub static SETTINGS: &[Setting] = &[
         model,
         text,
         String::clone
+    ),
+    setting!(
+        "compute.precision",
+        "bf16 (fast), exact (f32; half the speed): part of every chunk's identity",
+        precision,
+        parse::<Precision>,
+        Precision::to_string
     ),
     setting!(
         "paths.cache_dir",

@@ -2,8 +2,7 @@
 
 use matkv_types::Precision;
 
-use crate::isa::dispatch;
-use crate::lanes::{LANES, Lanes, to_bf16};
+use crate::lanes::{Lanes, to_bf16};
 
 /// An element type activations are stored in.
 ///
@@ -30,24 +29,6 @@ unsafe impl Stored for u16 {
         // SAFETY: the caller gives 16 writable elements.
         unsafe { L::store_bf16(p, v) }
     }
-}
-
-#[inline(always)]
-unsafe fn round_row_body<L: Lanes>(x: &[f32], out: *mut u16) {
-    // SAFETY: `x.len()` is a multiple of 16, and `out` has as many elements.
-    unsafe {
-        for i in (0..x.len()).step_by(LANES) {
-            L::store_bf16(out.add(i), L::load(x.as_ptr().add(i)));
-        }
-    }
-}
-
-dispatch! {
-    /// Rounds values to bf16.
-    ///
-    /// # Safety
-    /// `x` is a multiple of 16 long and `out` has as many writable elements.
-    pub(crate) unsafe fn round_row => round_row_body(x: &[f32], out: *mut u16)
 }
 
 /// Rows of activations. Whoever computes them rounds them where they are written, so that a

@@ -9,10 +9,8 @@ use std::cell::RefCell;
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, Precision, TILE_ROWS};
 use rayon::prelude::*;
 
-use crate::activations::{ActivationsMut, round_row};
-use crate::block::{
-    BLOCK_ROWS, Block, DIM_MAX, Partial, Queries, Scratch, attend_block, rounds_queries,
-};
+use crate::activations::ActivationsMut;
+use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Partial, Queries, Scratch, attend_block};
 use crate::isa::Isa;
 use crate::totals::{merge, store_row};
 
@@ -99,7 +97,7 @@ pub fn attend(
     };
     let (kv_heads, dim) = (shape.kv_heads, shape.head_dim);
     let g = Geometry { isa, precision, layer, heads, kv_heads, dim };
-    assert!(dim.is_multiple_of(32) && dim <= DIM_MAX, "head dimension {dim}");
+    assert!(dim.is_multiple_of(32) && dim <= HEAD_DIM_MAX, "head dimension {dim}");
     assert!(heads.is_multiple_of(kv_heads) && layer < shape.layers);
     let plans: Vec<Plan<'_>> = jobs.into_iter().map(|job| plan(&g, job)).collect();
     let mut tasks = Vec::new();
@@ -145,40 +143,19 @@ fn plan<'a>(g: &Geometry, job: AttentionJob<'a>) -> Plan<'a> {
     Plan { segments: job.segments, positions: job.positions, out, blocks }
 }
 
-/// The query rows of one KV head: `[row][head in group][dim]`.
-#[derive(Default)]
-struct Gathered {
-    q: Vec<f32>,
-    rounded: Vec<u16>,
-}
-
-impl Gathered {
-    fn take(
-        &mut self,
-        g: &Geometry,
-        s: &SegmentView<'_>,
-        kv_head: usize,
-        first: usize,
-        rows: usize,
-    ) {
-        let (width, run) = (g.heads * g.dim, g.group() * g.dim);
-        self.q.clear();
-        for row in first..first + rows {
-            self.q.extend_from_slice(&s.queries[row * width + kv_head * run..][..run]);
-        }
-        self.rounded.clear();
-        if rounds_queries(g.precision, s.layout.dtype) {
-            self.rounded.resize(self.q.len(), 0);
-            // SAFETY: both have the same length, a multiple of 16.
-            unsafe { round_row(g.isa, &self.q, self.rounded.as_mut_ptr()) };
-        }
+/// Gathers the query rows of one KV head: `[row][head in group][dim]`.
+fn gather(g: &Geometry, s: &SegmentView<'_>, rows: Rows, out: &mut Vec<f32>) {
+    let (width, run) = (g.heads * g.dim, g.group() * g.dim);
+    out.clear();
+    for row in rows.first..rows.first + rows.count {
+        out.extend_from_slice(&s.queries[row * width + rows.kv_head * run..][..run]);
     }
 }
 
 /// Memory a thread keeps from task to task.
 #[derive(Default)]
 struct Buffers {
-    gathered: Gathered,
+    queries: Vec<f32>,
     visible: Vec<usize>,
     partial: Vec<f32>,
     total: Vec<f32>,
@@ -209,7 +186,7 @@ fn block_partial(
     plan: &Plan<'_>,
     at: (usize, usize),
     rows: Rows,
-    (gathered, visible, scratch): (&Gathered, &mut Vec<usize>, &mut Scratch),
+    (q, visible, scratch): (&[f32], &mut Vec<usize>, &mut Scratch),
     partial: &mut Partial<'_>,
 ) {
     let (s, start) = (&plan.segments[at.0], at.1);
@@ -241,7 +218,7 @@ fn block_partial(
         lo,
         hi: end,
     };
-    let queries = Queries { q: &gathered.q, rounded: &gathered.rounded, dim: g.dim, visible };
+    let queries = Queries { q, dim: g.dim, visible };
     // SAFETY: `plan` checked that the segment's rows lie inside the section; blocks are padded to
     // whole tiles there; the section is borrowed, so nobody writes it.
     unsafe { attend_block(g.isa, g.precision, queries, block, scratch, partial) }
@@ -282,9 +259,9 @@ fn sequential(g: &Geometry, plan: &Plan<'_>, rows: Rows) {
         for &at in &plan.blocks {
             if segment != at.0 {
                 segment = at.0;
-                b.gathered.take(g, &plan.segments[segment], rows.kv_head, rows.first, rows.count);
+                gather(g, &plan.segments[segment], rows, &mut b.queries);
             }
-            let memory = (&b.gathered, &mut b.visible, &mut *b.scratch);
+            let memory = (&b.queries[..], &mut b.visible, &mut *b.scratch);
             block_partial(g, plan, at, rows, memory, &mut partial);
             // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
             unsafe { merge(g.isa, &mut total, &partial) };
@@ -295,17 +272,13 @@ fn sequential(g: &Geometry, plan: &Plan<'_>, rows: Rows) {
 
 fn split_over_context(g: &Geometry, plan: &Plan<'_>, rows: Rows) {
     let m = rows.count * g.group();
-    let gather = |s: &SegmentView<'_>| {
-        let mut gathered = Gathered::default();
-        gathered.take(g, s, rows.kv_head, rows.first, rows.count);
-        gathered
-    };
-    let gathered: Vec<Gathered> = plan.segments.iter().map(gather).collect();
+    let mut queries = vec![Vec::new(); plan.segments.len()];
+    plan.segments.iter().zip(&mut queries).for_each(|(s, q)| gather(g, s, rows, q));
     let len = Partial::len(m, g.dim);
     let mut partials = vec![0.0; plan.blocks.len() * len];
     partials.par_chunks_exact_mut(len).zip(&plan.blocks).for_each(|(memory, &at)| {
         with_buffers(|b| {
-            let memory_of_block = (&gathered[at.0], &mut b.visible, &mut *b.scratch);
+            let memory_of_block = (&queries[at.0][..], &mut b.visible, &mut *b.scratch);
             block_partial(g, plan, at, rows, memory_of_block, &mut Partial::new(memory, m));
         });
     });

@@ -14,7 +14,7 @@ use crate::lanes::{LANES, Lanes};
 use crate::micro;
 use crate::product::{DotBf16, DotInt, Exact};
 use crate::quantize::quantize;
-use crate::scores::{quantized_scores, scaled_scores, scores};
+use crate::scores::{plain_scores, quantized_scores, scaled_scores};
 use crate::softmax::softmax;
 use crate::values::{pv, weighted_sum};
 
@@ -22,8 +22,8 @@ use crate::values::{pv, weighted_sum};
 pub(crate) const BLOCK_ROWS: usize = 256;
 /// Largest head dimension. Sums of 256 products of a 16-bit and an 8-bit integer fit 31 bits:
 /// `256 · 32,767 · 128 < 2³¹`, over dimensions as well as over the rows of a block.
-pub(crate) const DIM_MAX: usize = 256;
-const _: () = assert!(DIM_MAX * 32_767 * 128 < 1 << 31 && BLOCK_ROWS * 32_767 * 128 < 1 << 31);
+pub const HEAD_DIM_MAX: usize = 256;
+const _: () = assert!(HEAD_DIM_MAX * 32_767 * 128 < 1 << 31 && BLOCK_ROWS * 32_767 * 128 < 1 << 31);
 
 /// One block of one head.
 #[derive(Clone, Copy)]
@@ -76,10 +76,10 @@ pub(crate) struct Scratch {
     pub scores: [f32; micro::ROWS * BLOCK_ROWS],
     /// Weights of 16 bits, bf16 or integers.
     pub weights: [u16; micro::ROWS * BLOCK_ROWS],
-    /// int8: queries times the K scales of one group, `[row][dim]`.
-    pub scaled: [f32; micro::ROWS * DIM_MAX],
-    /// The same as integers.
-    pub quantized: [i16; micro::ROWS * DIM_MAX],
+    /// Queries, times the K scales of one group if there are scales, `[row][HEAD_DIM_MAX]`.
+    pub queries: [f32; micro::ROWS * HEAD_DIM_MAX],
+    /// The same in 16 bits, bf16 or integers.
+    pub queries_16: [u16; micro::ROWS * HEAD_DIM_MAX],
     /// What the integers of a row are multiplied with.
     pub factors: [f32; micro::ROWS],
     /// int8: V scales of the block.
@@ -91,8 +91,8 @@ impl Default for Scratch {
         Self {
             scores: [0.0; _],
             weights: [0; _],
-            scaled: [0.0; _],
-            quantized: [0; _],
+            queries: [0.0; _],
+            queries_16: [0; _],
             factors: [0.0; _],
             v_scales: [0.0; _],
         }
@@ -103,8 +103,6 @@ impl Default for Scratch {
 #[derive(Clone, Copy)]
 pub(crate) struct Queries<'a> {
     pub q: &'a [f32],
-    /// The same as bf16; empty unless [`rounds_queries`].
-    pub rounded: &'a [u16],
     pub dim: usize,
     /// For each query row, rows of the block it may see: those below this.
     pub visible: &'a [usize],
@@ -112,19 +110,12 @@ pub(crate) struct Queries<'a> {
 
 impl<'a> Queries<'a> {
     fn rows(&self, first: usize, count: usize) -> Self {
-        let range = first * self.dim..(first + count) * self.dim;
         Self {
-            q: &self.q[range.clone()],
-            rounded: self.rounded.get(range).unwrap_or_default(),
+            q: &self.q[first * self.dim..(first + count) * self.dim],
             dim: self.dim,
             visible: &self.visible[first..first + count],
         }
     }
-}
-
-/// Whether rows of this type are multiplied with bf16 queries.
-pub(crate) fn rounds_queries(precision: Precision, dtype: KvDtype) -> bool {
-    precision == Precision::Bf16 && dtype == KvDtype::Bf16
 }
 
 dispatch! {
@@ -132,7 +123,7 @@ dispatch! {
     ///
     /// # Safety
     /// `block.k` and `block.v` point to whole tiles covering `block.hi ≤ BLOCK_ROWS` rows of
-    /// `queries.dim ≤ DIM_MAX` dimensions (a multiple of 32), aligned to their element type, and
+    /// `queries.dim ≤ HEAD_DIM_MAX` dimensions (a multiple of 32), aligned to their element type, and
     /// the scales of int8 rows to every group and row below `block.hi`; nobody writes them
     /// meanwhile. `queries.q` is `[visible.len()][dim]` and `partial` has that size.
     pub(crate) unsafe fn attend_block => attend_block_body(
@@ -189,8 +180,7 @@ unsafe fn few_rows<L: Lanes>(
         partial.out.fill(0.0);
         return;
     }
-    let tiles = 0..hi.div_ceil(LANES);
-    let (q, rounded) = (queries.q.as_ptr(), queries.rounded.as_ptr());
+    let (q, q_16) = (scratch.queries.as_mut_ptr(), scratch.queries_16.as_mut_ptr());
     let in_place = scratch.scores.as_mut_ptr();
     let apart = scratch.weights.as_mut_ptr();
     // SAFETY: `hi ≤ block.hi`; same contract. The casts are to the element type the slot's
@@ -198,7 +188,7 @@ unsafe fn few_rows<L: Lanes>(
     unsafe {
         match (block.dtype, precision) {
             (KvDtype::F32, _) => {
-                scores::<L, Exact<f32>>(q, queries, block, tiles, scratch);
+                plain_scores::<L, Exact<f32>>(queries, block, hi, q, scratch);
                 softmax::<L, f32>(queries, block.lo, hi, None, in_place, in_place, partial);
                 weighted_sum::<L, Exact<f32>>(queries, block, hi, in_place, partial);
             }
@@ -214,7 +204,8 @@ unsafe fn few_rows<L: Lanes>(
                 softmax::<L, f32>(queries, block.lo, hi, scales, in_place, in_place, partial);
                 for i in 0..queries.visible.len() {
                     let (row, weights) = (in_place.add(i * BLOCK_ROWS), apart.add(i * BLOCK_ROWS));
-                    scratch.factors[i] = quantize::<L>(row, tiles.len() * LANES, weights.cast());
+                    scratch.factors[i] =
+                        quantize::<L>(row, hi.next_multiple_of(LANES), weights.cast());
                 }
                 // Weights outside the segment are 0, and 0 times any integer is 0: no edges.
                 let pairs = block.lo / 2..hi.div_ceil(2);
@@ -223,12 +214,12 @@ unsafe fn few_rows<L: Lanes>(
                 pv::<L, DotInt>(queries, v, pairs, weights, false, partial);
             }
             (_, Precision::Exact) => {
-                scores::<L, Exact<u16>>(q, queries, block, tiles, scratch);
+                plain_scores::<L, Exact<u16>>(queries, block, hi, q, scratch);
                 softmax::<L, f32>(queries, block.lo, hi, None, in_place, in_place, partial);
                 weighted_sum::<L, Exact<u16>>(queries, block, hi, in_place, partial);
             }
             (_, Precision::Bf16) => {
-                scores::<L, DotBf16>(rounded, queries, block, tiles, scratch);
+                plain_scores::<L, DotBf16>(queries, block, hi, q_16, scratch);
                 softmax::<L, u16>(queries, block.lo, hi, None, in_place, apart, partial);
                 weighted_sum::<L, DotBf16>(queries, block, hi, apart, partial);
             }

@@ -36,6 +36,7 @@ mod values;
 
 pub use activations::{Activations, ActivationsMut};
 pub use attention::{AttentionJob, SegmentView, attend};
+pub use block::HEAD_DIM_MAX;
 pub use gemm::{gemm, gemm_add, gemm_gated};
 pub use isa::Isa;
 pub use packed::PackedMatrix;

@@ -4,13 +4,15 @@ use std::ops::Range;
 
 use matkv_types::{GROUP_ROWS, bf16_to_f32};
 
-use crate::block::{BLOCK_ROWS, Block, DIM_MAX, Queries, Scratch};
+use crate::activations::Stored;
+use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Queries, Scratch};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
 use crate::product::{DotInt, Exact, Product};
 use crate::quantize::quantize;
 
-/// `scores[m][BLOCK_ROWS] = Q · Kᵀ` for some tiles; `q` is `[m][dim]`.
+/// `scores[m][BLOCK_ROWS] = Q · Kᵀ` for some tiles; `q` is `[m][HEAD_DIM_MAX]`, a stride known when
+/// this is compiled, which saves the loop an addition per row and step.
 ///
 /// # Safety
 /// The tiles exist in the block, whose elements are `P::B`; there are at most twelve query rows,
@@ -33,7 +35,12 @@ pub(crate) unsafe fn scores<L: Lanes, P: Product>(
                 b: block.k.cast::<P::B>().add(t * LANES * dim),
                 pairs: dim / 2,
                 c: scratch.scores.as_mut_ptr().add(t * LANES),
-                strides: Strides { a: dim, pair: 2 * LANES, tile: LANES * dim, c: BLOCK_ROWS },
+                strides: Strides {
+                    a: HEAD_DIM_MAX,
+                    pair: 2 * LANES,
+                    tile: LANES * dim,
+                    c: BLOCK_ROWS,
+                },
                 accumulate: false,
                 factors: scratch.factors.as_ptr(),
             };
@@ -43,6 +50,25 @@ pub(crate) unsafe fn scores<L: Lanes, P: Product>(
                 micro::rows::<L, P, 1>(&operands);
             }
         }
+    }
+}
+
+/// Scores of f32 or bf16 rows; queries are stored as `P` takes them.
+///
+/// # Safety
+/// As for [`scores`] over the tiles below `hi`; `q` has twelve rows of `HEAD_DIM_MAX`.
+#[inline(always)]
+pub(crate) unsafe fn plain_scores<L: Lanes, P: Product<A: Stored>>(
+    queries: Queries<'_>,
+    block: Block,
+    hi: usize,
+    q: *mut P::A,
+    scratch: &mut Scratch,
+) {
+    // SAFETY: same contract.
+    unsafe {
+        place_queries::<L, P::A>(queries, None, q);
+        scores::<L, P>(q, queries, block, 0..hi.div_ceil(LANES), scratch);
     }
 }
 
@@ -57,11 +83,12 @@ pub(crate) unsafe fn scaled_scores<L: Lanes>(
     hi: usize,
     scratch: &mut Scratch,
 ) {
+    let q = scratch.queries.as_mut_ptr();
     for (group, tiles) in groups(block, hi) {
-        // SAFETY: same contract; `scaled` is `[m][dim]`.
+        // SAFETY: same contract; `scratch` has room for twelve query rows.
         unsafe {
-            scale_queries::<L>(queries, block, group, scratch);
-            let q = scratch.scaled.as_ptr();
+            let scales = group_scales(block, queries.dim, group);
+            place_queries::<L, f32>(queries, Some(&scales), q);
             scores::<L, Exact<i8>>(q, queries, block, tiles, scratch);
         }
     }
@@ -78,18 +105,19 @@ pub(crate) unsafe fn quantized_scores<L: Lanes>(
     hi: usize,
     scratch: &mut Scratch,
 ) {
-    let dim = queries.dim;
+    let scaled = scratch.queries.as_mut_ptr();
+    let quantized = scratch.queries_16.as_mut_ptr().cast::<i16>();
     for (group, tiles) in groups(block, hi) {
-        // SAFETY: same contract; `scaled` and `quantized` are `[m][dim]`, dim a multiple of 16.
+        // SAFETY: same contract; `scratch` has room for twelve query rows of both types.
         unsafe {
-            scale_queries::<L>(queries, block, group, scratch);
+            let scales = group_scales(block, queries.dim, group);
+            place_queries::<L, f32>(queries, Some(&scales), scaled);
             for i in 0..queries.visible.len() {
-                let scaled = scratch.scaled.as_ptr().add(i * dim);
-                let quantized = scratch.quantized.as_mut_ptr().add(i * dim);
-                scratch.factors[i] = quantize::<L>(scaled, dim, quantized);
+                let at = i * HEAD_DIM_MAX;
+                let (from, to) = (scaled.add(at), quantized.add(at));
+                scratch.factors[i] = quantize::<L>(from, queries.dim, to);
             }
-            let q = scratch.quantized.as_ptr();
-            scores::<L, DotInt>(q, queries, block, tiles, scratch);
+            scores::<L, DotInt>(quantized, queries, block, tiles, scratch);
         }
     }
 }
@@ -104,27 +132,34 @@ fn groups(block: Block, hi: usize) -> impl Iterator<Item = (usize, Range<usize>)
     })
 }
 
-/// `scaled[m][dim] = q · s` for the scales of one group.
+/// The K scales of one group, widened.
 #[inline(always)]
-unsafe fn scale_queries<L: Lanes>(
-    queries: Queries<'_>,
-    block: Block,
-    group: usize,
-    scratch: &mut Scratch,
-) {
-    let (m, dim) = (queries.visible.len(), queries.dim);
-    let mut scales = [0.0f32; DIM_MAX];
+unsafe fn group_scales(block: Block, dim: usize, group: usize) -> [f32; HEAD_DIM_MAX] {
+    let mut scales = [0.0f32; HEAD_DIM_MAX];
     for (d, scale) in scales[..dim].iter_mut().enumerate() {
         // SAFETY: the group has `dim` scales.
         *scale = bf16_to_f32(unsafe { block.k_scales.add(group * dim + d).read_unaligned() });
     }
+    scales
+}
+
+/// Stores the queries, times scales if there are any, in rows of `HEAD_DIM_MAX`.
+#[inline(always)]
+unsafe fn place_queries<L: Lanes, T: Stored>(
+    queries: Queries<'_>,
+    scales: Option<&[f32; HEAD_DIM_MAX]>,
+    out: *mut T,
+) {
+    let (m, dim) = (queries.visible.len(), queries.dim);
     for i in 0..m {
         for d in (0..dim).step_by(LANES) {
             // SAFETY: row `i` of both has `dim` elements, a multiple of 16.
             unsafe {
-                let scale = L::load(scales.as_ptr().add(d));
-                let q = L::load(queries.q.as_ptr().add(i * dim + d));
-                L::store(scratch.scaled.as_mut_ptr().add(i * dim + d), L::mul(q, scale));
+                let mut q = L::load(queries.q.as_ptr().add(i * dim + d));
+                if let Some(scales) = scales {
+                    q = L::mul(q, L::load(scales.as_ptr().add(d)));
+                }
+                T::store::<L>(out.add(i * HEAD_DIM_MAX + d), q);
             }
         }
     }

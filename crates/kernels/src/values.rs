@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::block::{BLOCK_ROWS, Block, DIM_MAX, Partial, Queries};
+use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Partial, Queries};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
 use crate::product::{Elem, Product};
@@ -21,7 +21,7 @@ pub(crate) unsafe fn weighted_sum<L: Lanes, P: Product>(
     weights: *const P::A,
     partial: &mut Partial<'_>,
 ) {
-    let (dim, mut clean) = (queries.dim, [P::B::default(); 2 * DIM_MAX]);
+    let (dim, mut clean) = (queries.dim, [P::B::default(); 2 * HEAD_DIM_MAX]);
     // The first and the last pair may have one row that is not the segment's. A pair whose second
     // row is merely masked for these queries is whole: its weight is 0 and its value finite.
     let first_whole = block.lo.div_ceil(2);
@@ -60,7 +60,7 @@ unsafe fn copy_row<E: Elem>(
     dim: usize,
     pair: usize,
     row: usize,
-    clean: &mut [E; 2 * DIM_MAX],
+    clean: &mut [E; 2 * HEAD_DIM_MAX],
 ) {
     clean.fill(E::default());
     for d in 0..dim {

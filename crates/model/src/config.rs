@@ -1,6 +1,6 @@
 //! Shape of a Llama model, and the refusals that keep answers exact.
 
-use matkv_kernels::{RopeStyle, RotaryEmbedding};
+use matkv_kernels::{HEAD_DIM_MAX, RopeStyle, RotaryEmbedding};
 use matkv_types::KvShape;
 
 use crate::error::{ModelError, Result};
@@ -109,8 +109,11 @@ impl LlamaConfig {
                 return fail(format!("its {name} is {size}; between 1 and {max} is possible"));
             }
         }
-        if !self.head_dim.is_multiple_of(32) {
-            return fail(format!("head dimension {} is not a multiple of 32", self.head_dim));
+        if !self.head_dim.is_multiple_of(32) || self.head_dim > HEAD_DIM_MAX {
+            return fail(format!(
+                "head dimension {} is not a multiple of 32 up to {HEAD_DIM_MAX}",
+                self.head_dim
+            ));
         }
         if !self.heads.is_multiple_of(self.kv_heads) {
             return fail(format!("{} heads over {} KV heads", self.heads, self.kv_heads));

@@ -4,9 +4,9 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step, greedy};
+use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Segment, Source, Step, greedy};
 use matkv_testkit::TinyModel;
-use matkv_types::{KvDtype, KvLayout, TILE_ROWS, align_up};
+use matkv_types::{KvDtype, KvLayout, Precision, TILE_ROWS, align_up};
 
 /// Rows one call computes unless a test says otherwise.
 const ROWS_PER_CALL: usize = 512;
@@ -33,10 +33,24 @@ pub fn tiny() -> LanguageModel {
     opened(&TinyModel::default())
 }
 
-/// SmolLM2, if it is in the cache.
+/// The same in f32.
+pub fn exact_tiny() -> LanguageModel {
+    let (_dir, path) = written(&TinyModel::default());
+    load(&path, Precision::Exact)
+}
+
+fn load(path: &Path, precision: Precision) -> LanguageModel {
+    LanguageModel::load(ModelHeader::read(path).unwrap(), None, precision).unwrap()
+}
+
+/// SmolLM2 in the default precision, if it is in the cache.
 pub fn real() -> Option<LanguageModel> {
-    let path = matkv_testkit::cached_model("smollm2-135m")?;
-    Some(LanguageModel::open(&path, None).unwrap())
+    real_in(Precision::default())
+}
+
+/// SmolLM2, if it is in the cache.
+pub fn real_in(precision: Precision) -> Option<LanguageModel> {
+    Some(load(&matkv_testkit::cached_model("smollm2-135m")?, precision))
 }
 
 /// KV rows and their arithmetic. Rows that nobody wrote are NaN, so that reading one shows.
