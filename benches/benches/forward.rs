@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use matkv_kernels::Isa;
-use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Segment, Source, Step};
+use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Phase, Segment, Source, Step};
 use matkv_types::{KvDtype, KvLayout, Precision};
 
 /// Rows of one prefill call, as the loader's engine uses them.
@@ -28,7 +28,7 @@ fn step(model: &LanguageModel, s: &mut Sequence, first: usize, count: usize, log
     std::hint::black_box(model.forward(&mut steps));
 }
 
-fn measure(model: &LanguageModel, length: usize) {
+fn measure([model, decoder]: &[LanguageModel; 2], length: usize) {
     let layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, length + 2 * DECODED);
     let mut s = Sequence { section: vec![0; layout.total_bytes()], layout };
     let mut best = f64::INFINITY;
@@ -40,7 +40,7 @@ fn measure(model: &LanguageModel, length: usize) {
         best = best.min(started.elapsed().as_secs_f64());
     }
     let started = Instant::now();
-    (0..DECODED).for_each(|i| step(model, &mut s, length + i, 1, true));
+    (0..DECODED).for_each(|i| step(decoder, &mut s, length + i, 1, true));
     let decode = started.elapsed().as_secs_f64() / DECODED as f64;
     println!(
         "  {length} tokens: prefill {best:.3} s = {:.0} tokens/s; decode {:.1} ms = {:.0} tokens/s",
@@ -61,13 +61,17 @@ fn main() {
     let wanted = |p: &Precision| only.as_deref().is_none_or(|name| name == p.as_str());
     for precision in Precision::ALL.into_iter().filter(wanted) {
         let started = Instant::now();
-        let header = ModelHeader::read(path.as_ref()).expect("the header is readable");
-        let model = LanguageModel::load(header, None, precision).expect("the model opens");
+        let open = |phase| {
+            let header = ModelHeader::read(path.as_ref()).expect("the header is readable");
+            LanguageModel::load(header, None, precision, phase).expect("the model opens")
+        };
+        let models = [Phase::Prefill, Phase::Decode].map(open);
         println!(
-            "{precision}: opened in {:.2} s, {} MB packed",
+            "{precision}: opened in {:.2} s, {} MB to prefill with, {} MB to decode with",
             started.elapsed().as_secs_f64(),
-            model.weight_bytes() >> 20
+            models[0].weight_bytes() >> 20,
+            models[1].weight_bytes() >> 20
         );
-        [512, 1024, 2048, 4096].iter().for_each(|&length| measure(&model, length));
+        [64, 512, 1024, 2048, 4096].iter().for_each(|&length| measure(&models, length));
     }
 }

@@ -1,7 +1,7 @@
 //! The store without a loader: for an operator's commands while nothing runs.
 
 use matkv_config::{Config, IoEngine};
-use matkv_model::{Detokenizer, LanguageModel, ModelHeader, PULLABLE, model_path};
+use matkv_model::{Detokenizer, LanguageModel, ModelHeader, PULLABLE, Phase, model_path};
 use matkv_retrieve::{Embedder, HannoyIndex, VectorIndex};
 use matkv_store::{Identity, RebuildReport, StoreError};
 
@@ -74,7 +74,7 @@ pub fn rebuild_index(
     let directory = embedder_path.parent().unwrap_or(std::path::Path::new("."));
     let embedder = Embedder::open(directory)?;
     let model =
-        LanguageModel::load(ModelHeader::read(&path)?, Some(&config.cache_dir), config.precision)?;
+        LanguageModel::load(ModelHeader::read(&path)?, Some(&config.cache_dir), config.precision, Phase::Prefill)?;
     // The index may be beyond opening: that is what this is for.
     let identity = choose(config, fingerprint)?;
     let lock = FileLock::acquire(&config.store_dir.join("LOCK"))?;
@@ -131,7 +131,7 @@ pub fn engine_options(config: &Config) -> EngineOptions {
 pub fn model(config: &Config) -> Result<(LanguageModel, Vec<u32>), LoaderError> {
     let path = model_path(&config.cache_dir, &config.model)?;
     let model =
-        LanguageModel::load(ModelHeader::read(&path)?, Some(&config.cache_dir), config.precision)?;
+        LanguageModel::load(ModelHeader::read(&path)?, Some(&config.cache_dir), config.precision, Phase::Prefill)?;
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
     let prefix = model.prefix(&texts)?;

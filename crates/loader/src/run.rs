@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use matkv_config::Config;
-use matkv_model::{LanguageModel, ModelHeader, PULLABLE, PromptTexts, model_path};
+use matkv_model::{LanguageModel, ModelHeader, PULLABLE, Phase, PromptTexts, model_path};
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
 use matkv_store::{Identity, Store};
@@ -78,7 +78,7 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let (model, embedder) = std::thread::scope(|scope| {
         let directory = embedder_path.parent().unwrap_or(Path::new("."));
         let embedder = scope.spawn(|| Embedder::open(directory));
-        (LanguageModel::load(header, Some(&config.cache_dir), config.precision), embedder.join())
+        (LanguageModel::load(header, Some(&config.cache_dir), config.precision, Phase::Prefill), embedder.join())
     });
     let model = Arc::new(model?);
     let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
