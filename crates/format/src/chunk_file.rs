@@ -188,6 +188,25 @@ impl ChunkFile {
     /// # Errors
     /// The first thing that is wrong. The bytes must then not be used.
     pub fn verify(bytes: &[u8], expect: &Expectation<'_>) -> Result<Superblock, FormatError> {
+        let found = Self::verify_head(bytes, expect)?;
+        // The slot may be longer than the file; the file's own length is checked when it is opened.
+        if bytes.len() < found.file_len() {
+            let expected = found.file_len();
+            return Err(FormatError::Length { expected, found: bytes.len() });
+        }
+        for layer in 0..found.shape.layers {
+            Self::verify_layer(bytes, &found, layer)?;
+        }
+        Self::verify_tail(bytes, &found)?;
+        Ok(found)
+    }
+
+    /// Verifies what precedes the rows. `bytes` are the file as far as it is there: at least up to
+    /// [`Superblock::kv_offset`].
+    ///
+    /// # Errors
+    /// As [`Self::verify`].
+    pub fn verify_head(bytes: &[u8], expect: &Expectation<'_>) -> Result<Superblock, FormatError> {
         let found = Superblock::decode(bytes)?;
         matches("fingerprint", &expect.fingerprint, &found.fingerprint)?;
         matches("chunk id", &expect.chunk_id, &found.chunk_id)?;
@@ -195,12 +214,10 @@ impl ChunkFile {
         matches("shape", &shape(expect.shape), &shape(found.shape))?;
         matches("rows", &expect.tokens.len(), &found.rows)?;
         matches("base position", &expect.base_position, &found.base_position)?;
-        let len = found.file_len();
-        if bytes.len() < len {
-            return Err(FormatError::Length { expected: len, found: bytes.len() });
-        }
-        // The slot may be longer than the file; the file's own length is checked when it is opened.
         let kv = Superblock::kv_offset(found.rows);
+        if bytes.len() < kv {
+            return Err(FormatError::Length { expected: kv, found: bytes.len() });
+        }
         checksum("token ids", found.token_checksum, &bytes[PAGE_BYTES..kv])?;
         let same = bytes[PAGE_BYTES..kv]
             .chunks_exact(4)
@@ -210,16 +227,41 @@ impl ChunkFile {
             let (expected, found) = ("the chunk's token ids".into(), "other token ids".into());
             return Err(FormatError::Field { field: "token ids", expected, found });
         }
-        let mut end = kv;
-        for (i, extent) in found.extents().enumerate() {
-            zeros(&bytes[end..extent.start])?;
-            end = extent.end;
-            if crc32c::crc32c(&bytes[extent.clone()]) != found.extent_checksums[i] {
-                checksum(&format!("layer {i}"), found.extent_checksums[i], &bytes[extent])?;
-            }
-        }
-        zeros(&bytes[end..len])?;
         Ok(found)
+    }
+
+    /// Verifies one layer as stored, and that nothing lies between it and what precedes it.
+    /// `bytes` are the file at least up to the layer's end.
+    ///
+    /// # Errors
+    /// As [`Self::verify`].
+    pub fn verify_layer(bytes: &[u8], found: &Superblock, layer: usize) -> Result<(), FormatError> {
+        let mut extents = found.extents().skip(layer.saturating_sub(1));
+        let kv = Superblock::kv_offset(found.rows);
+        let before = if layer == 0 { kv } else { extents.next().map_or(kv, |e| e.end) };
+        let Some(extent) = extents.next() else { return Ok(()) };
+        if bytes.len() < extent.end {
+            return Err(FormatError::Length { expected: extent.end, found: bytes.len() });
+        }
+        zeros(&bytes[before..extent.start])?;
+        let sum = crc32c::crc32c(&bytes[extent]);
+        if sum == found.extent_checksums[layer] {
+            return Ok(());
+        }
+        let (what, expected) = (format!("layer {layer}"), found.extent_checksums[layer]);
+        Err(FormatError::Checksum { what, expected, found: sum })
+    }
+
+    /// Verifies what follows the last layer.
+    ///
+    /// # Errors
+    /// As [`Self::verify`].
+    pub fn verify_tail(bytes: &[u8], found: &Superblock) -> Result<(), FormatError> {
+        let end = found.extents().last().map_or(Superblock::kv_offset(found.rows), |e| e.end);
+        match bytes.get(end..found.file_len()) {
+            Some(tail) => zeros(tail),
+            None => Err(FormatError::Length { expected: found.file_len(), found: bytes.len() }),
+        }
     }
 }
 

@@ -1,9 +1,11 @@
 //! From a tier into a slot: read, verify, decode.
 //!
 //! A file in its arena form is read straight into the slot; another one into memory of its own,
-//! from where each layer is decoded into the slot. Verifying and decoding is done by a few threads
-//! while the device goes on with the next chunk. With a mirror, a bad copy is set aside and the
-//! other one read; the request does not notice.
+//! from where each layer is decoded into the slot. Both arrive in pieces: verifying and decoding is
+//! done by a few threads while the device goes on with the next piece. With a mirror, a bad copy is
+//! set aside and the other one read; the request does not notice.
+
+mod stream;
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -14,7 +16,7 @@ use matkv_format::{ChunkFile, Superblock};
 use matkv_store::{OpenCopy, Store, StoreError, Tier, Volume};
 use matkv_sys::{ReadDone, ReadEngine, ReadRequest, SlotMut};
 use matkv_telemetry::names;
-use matkv_types::ChunkId;
+use matkv_types::{ChunkId, PAGE_BYTES};
 
 use crate::chunk_spec::ChunkSpec;
 use crate::compile::restore_in;
@@ -22,6 +24,7 @@ use crate::core::Core;
 use crate::error::LoaderError;
 use crate::flash::Unusable;
 use crate::keeper::KeeperMessage;
+use crate::onboard::stream::{Stream, usable};
 use crate::rates::{Kind, Rates};
 use crate::staging::Staging;
 use crate::world::{Found, LoadJob, Loaded};
@@ -33,18 +36,39 @@ struct Task {
     tokens: Arc<[u32]>,
     found: Found,
     started: Instant,
-    /// Bytes of the file that is being read.
-    len: usize,
     /// Which copy is being read.
     copy: usize,
     /// Copies that were bad.
     bad: Vec<usize>,
 }
 
-/// A load whose bytes are on their way. The slot is here if they do not go straight into it.
-struct Pending {
-    task: Task,
-    slot: Option<SlotMut>,
+/// A load whose bytes are on their way.
+enum Pending {
+    /// From flash, in pieces.
+    Read(Reading),
+    /// From the cold tier, whole; the slot waits.
+    Fetch(Task, SlotMut),
+}
+
+/// A file that is being read.
+struct Reading {
+    /// Pieces nobody has looked at.
+    inbox: Vec<ReadDone>,
+    /// None while a worker is at it.
+    body: Option<Box<(Task, Stream)>>,
+}
+
+/// A load that is over, or that was lost with the worker that had it.
+struct Forget<'a> {
+    onboarding: &'a Onboarding,
+    tag: u64,
+}
+
+impl Drop for Forget<'_> {
+    fn drop(&mut self) {
+        let pending = self.onboarding.pending().remove(&self.tag);
+        drop(pending);
+    }
 }
 
 /// Files that are decoded on their way, and loads that wait for memory for theirs.
@@ -162,8 +186,8 @@ impl Onboarding {
 
     fn begin(&self, job: LoadJob) {
         let LoadJob { tag, id, tokens, found, target } = job;
-        let (started, len, copy, bad) = (Instant::now(), 0, 0, Vec::new());
-        let task = Task { tag, id, tokens, found, started, len, copy, bad };
+        let (started, copy, bad) = (Instant::now(), 0, Vec::new());
+        let task = Task { tag, id, tokens, found, started, copy, bad };
         match found.tier {
             Tier::Flash => self.read(task, target),
             Tier::Cold => self.fetch(task, target),
@@ -190,24 +214,28 @@ impl Onboarding {
                 return self.deliver(task.tag, slot, Err(reason));
             }
         };
-        task.len = opened.len;
         if task.found.encoding.is_arena_form() && opened.len <= slot.len() {
-            return self.submit(task, opened, slot, None);
+            return self.submit(task, &opened, slot, None);
         }
         let mut staged = self.staged();
         match staged.memory.take(opened.len) {
             Some(memory) => {
                 drop(staged);
-                self.submit(task, opened, memory, Some(slot));
+                self.submit(task, &opened, memory, Some(slot));
             }
             None => staged.waiting.push_back((task, opened, slot)),
         }
     }
 
-    fn submit(&self, task: Task, opened: OpenCopy, target: SlotMut, slot: Option<SlotMut>) {
+    fn submit(&self, task: Task, opened: &OpenCopy, memory: SlotMut, slot: Option<SlotMut>) {
         let tag = task.tag;
-        self.pending().insert(tag, Pending { task, slot });
-        self.engine.submit(ReadRequest { tag, parts: opened.parts(), target });
+        let file = (opened.len, task.found.encoding);
+        let (stream, pieces) = Stream::new(file, memory, slot);
+        let reading = Reading { inbox: Vec::new(), body: Some(Box::new((task, stream))) };
+        self.pending().insert(tag, Pending::Read(reading));
+        for (range, target) in pieces {
+            self.engine.submit(ReadRequest { tag, parts: opened.parts(range), target });
+        }
     }
 
     /// Memory has come back: whoever waits for it goes on.
@@ -219,14 +247,14 @@ impl Onboarding {
             let Some(memory) = staged.memory.take(len) else { return };
             let Some((task, opened, slot)) = staged.waiting.pop_front() else { return };
             drop(staged);
-            self.submit(task, opened, memory, Some(slot));
+            self.submit(task, &opened, memory, Some(slot));
         }
     }
 
     /// Whether a copy has the length the index says or, if it has been written again since, the
     /// one it says itself.
     fn plausible(&self, task: &Task, opened: &OpenCopy) -> Result<(), Unusable> {
-        if opened.len as u64 == task.found.bytes {
+        if opened.len as u64 == task.found.bytes && opened.len.is_multiple_of(PAGE_BYTES) {
             return Ok(());
         }
         match opened.superblock() {
@@ -247,7 +275,7 @@ impl Onboarding {
         let Some(cold) = self.shelf.store().cold() else {
             return self.deliver(tag, slot, Err(Unusable::Missing));
         };
-        self.pending().insert(tag, Pending { task, slot: Some(slot) });
+        self.pending().insert(tag, Pending::Fetch(task, slot));
         let fetched = self.to.fetched.clone();
         cold.get_then(&id, move |file| {
             let file = file.map_err(|e| match e {
@@ -259,60 +287,62 @@ impl Onboarding {
         });
     }
 
-    fn read_done(&self, done: ReadDone) {
-        let Some(Pending { task, slot }) = self.pending().remove(&done.tag) else { return };
-        let read = done.result.map_err(|e| match e.kind() {
-            std::io::ErrorKind::UnexpectedEof => Unusable::Damaged(e.to_string()),
-            _ => Unusable::Unreadable(e.to_string()),
-        });
-        match slot {
-            None => {
-                let outcome = read.and_then(|()| self.verify(&task, &done.target)).and_then(|f| {
-                    // Straight into the slot: only the arena form may be used as it is.
-                    if f.encoding.is_arena_form() {
-                        return Ok(f);
-                    }
-                    Err(Unusable::Unreadable(format!("it is {} by now", f.encoding)))
-                });
-                self.finish(task, done.target, outcome);
+    /// A piece has arrived. Whoever works on its file takes it in; if nobody does, this thread.
+    fn read_done(&self, piece: ReadDone) {
+        let tag = piece.tag;
+        let mut body = {
+            let mut pending = self.pending();
+            let Some(Pending::Read(reading)) = pending.get_mut(&tag) else { return };
+            reading.inbox.push(piece);
+            let Some(body) = reading.body.take() else { return };
+            body
+        };
+        let forget = Forget { onboarding: self, tag };
+        loop {
+            let news = match self.pending().get_mut(&tag) {
+                Some(Pending::Read(reading)) => std::mem::take(&mut reading.inbox),
+                _ => return,
+            };
+            let (task, stream) = &mut *body;
+            news.into_iter().for_each(|piece| stream.receive(piece));
+            stream.advance(&self.pool, &self.shelf.spec().expectation(task.id, &task.tokens));
+            if stream.is_over() {
+                break;
             }
-            Some(mut slot) => {
-                let outcome = read.and_then(|()| self.decode(&task, &done.target, &mut slot));
-                drop(done.target);
-                self.resume();
-                self.finish(task, slot, outcome);
+            let mut pending = self.pending();
+            let Some(Pending::Read(reading)) = pending.get_mut(&tag) else { return };
+            if reading.inbox.is_empty() {
+                reading.body = Some(body);
+                // The file is still on its way.
+                std::mem::forget(forget);
+                return;
             }
         }
+        drop(forget);
+        let (task, stream) = *body;
+        // Always there: nothing of it is with the device.
+        let Some(ended) = stream.end() else { return };
+        self.resume();
+        if let (Ok(found), Some(spent)) = (&ended.outcome, ended.decoding) {
+            self.shelf.rates().measured(Kind::Decode, found.file_len() as u64, spent);
+        }
+        self.finish(task, ended.slot, ended.outcome);
     }
 
     fn fetch_done(&self, fetched: Fetched) {
-        let Some(Pending { mut task, slot }) = self.pending().remove(&fetched.tag) else { return };
-        let Some(mut slot) = slot else { return };
-        let outcome = fetched.file.and_then(|file| {
-            task.len = file.len();
-            self.decode(&task, &file, &mut slot)
-        });
+        let Some(Pending::Fetch(task, mut slot)) = self.pending().remove(&fetched.tag) else {
+            return;
+        };
+        let outcome = fetched.file.and_then(|file| self.decode(&task, &file, &mut slot));
         self.finish(task, slot, outcome);
     }
 
-    fn verify(&self, task: &Task, file: &[u8]) -> Result<Superblock, Unusable> {
+    /// Verifies a file that is there whole, and writes its arena form into the slot.
+    fn decode(&self, task: &Task, file: &[u8], slot: &mut [u8]) -> Result<Superblock, Unusable> {
         let expect = self.shelf.spec().expectation(task.id, &task.tokens);
         let found =
             ChunkFile::verify(file, &expect).map_err(|e| Unusable::Damaged(e.to_string()))?;
-        if found.file_len() != task.len {
-            let (found, len) = (task.len, found.file_len());
-            return Err(Unusable::Damaged(format!("file of {found} bytes, expected {len}")));
-        }
-        // The index may be older than the file: another write has replaced it.
-        if found.encoding.in_arena() == task.found.encoding.in_arena() {
-            return Ok(found);
-        }
-        Err(Unusable::Unreadable(format!("it is {} by now", found.encoding)))
-    }
-
-    /// Verifies a file and writes its arena form into the slot.
-    fn decode(&self, task: &Task, file: &[u8], slot: &mut [u8]) -> Result<Superblock, Unusable> {
-        let found = self.verify(task, file)?;
+        usable(&found, file.len(), task.found.encoding)?;
         if found.encoding.is_arena_form() {
             let len = found.file_len();
             slot[..len].copy_from_slice(&file[..len]);

@@ -7,6 +7,7 @@
 
 use std::fs::File;
 use std::io::ErrorKind;
+use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -94,17 +95,21 @@ pub struct OpenCopy {
 }
 
 impl OpenCopy {
-    /// What to read, in no particular order.
-    pub fn parts(&self) -> Vec<ReadPart> {
+    /// What to read for these bytes of the file, in no particular order; offsets are from the
+    /// range's beginning.
+    pub fn parts(&self, range: Range<usize>) -> Vec<ReadPart> {
         let width = self.files.len();
         let unit = if width == 1 { self.len.max(1) } else { self.unit };
-        let part = |(i, offset): (usize, usize)| ReadPart {
-            file: Arc::clone(&self.files[i % width]),
-            file_offset: (i / width * unit) as u64,
-            offset,
-            len: unit.min(self.len - offset),
+        let part = |i: usize| {
+            let (start, end) = ((i * unit).max(range.start), ((i + 1) * unit).min(range.end));
+            ReadPart {
+                file: Arc::clone(&self.files[i % width]),
+                file_offset: (i / width * unit + start - i * unit) as u64,
+                offset: start - range.start,
+                len: end - start,
+            }
         };
-        (0..self.len).step_by(unit).enumerate().map(part).collect()
+        (range.start / unit..range.end.div_ceil(unit)).map(part).collect()
     }
 
     /// What it says of itself.
@@ -223,7 +228,7 @@ impl Volume {
             return Err(FormatError::Length { expected, found: open.len }.into());
         }
         let mut bytes = Region::anonymous(open.len).exclusive(0..open.len)?;
-        for part in &open.parts() {
+        for part in &open.parts(0..open.len) {
             let target = &mut bytes[part.offset..part.offset + part.len];
             part.file.read_exact_at(target, part.file_offset).map_err(failed)?;
         }

@@ -81,7 +81,7 @@ pub enum EngineKind {
 }
 
 /// Requests an engine takes without waiting, however slow the device is.
-pub const REQUESTS_MAX: usize = 256;
+pub const REQUESTS_MAX: usize = 512;
 
 /// How an engine works.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -197,18 +197,55 @@ impl SlotMut {
         &self.region
     }
 
+    /// Two handles instead of one; the second begins at `at`.
+    ///
+    /// # Panics
+    /// If `at` is not a page boundary inside the handle.
+    pub fn split(self, at: usize) -> (Self, Self) {
+        assert!(at > 0 && at < self.range.len() && at.is_multiple_of(4096), "no boundary: {at}");
+        let (region, range) = self.into_parts();
+        let middle = range.start + at;
+        let mut ledger = region.ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        ledger.insert(range.start, Loan { end: middle, shared: 0 });
+        ledger.insert(middle, Loan { end: range.end, shared: 0 });
+        drop(ledger);
+        let first = Self { region: Arc::clone(&region), range: range.start..middle };
+        (first, Self { region, range: middle..range.end })
+    }
+
+    /// One handle again.
+    ///
+    /// # Panics
+    /// If `next` does not begin where this ends, in the same region.
+    pub fn join(self, next: Self) -> Self {
+        let same = Arc::ptr_eq(&self.region, &next.region) && self.range.end == next.range.start;
+        assert!(same, "handles that do not follow each other");
+        let (region, first) = self.into_parts();
+        let (_, second) = next.into_parts();
+        let range = first.start..second.end;
+        let mut ledger = region.ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        ledger.remove(&second.start);
+        ledger.insert(range.start, Loan { end: range.end, shared: 0 });
+        drop(ledger);
+        Self { region, range }
+    }
+
+    /// What the handle is made of; the loan lives on.
+    fn into_parts(self) -> (Arc<Region>, Range<usize>) {
+        let this = std::mem::ManuallyDrop::new(self);
+        // SAFETY: `this` is never dropped, so its Arc is taken out exactly once.
+        (unsafe { std::ptr::read(&this.region) }, this.range.clone())
+    }
+
     /// Gives up writing: the bytes are final.
     pub fn freeze(self) -> SlotRef {
-        let (region, range) = (Arc::clone(&self.region), self.range.clone());
+        let (region, range) = self.into_parts();
         let mut ledger = region.ledger.lock().unwrap_or_else(PoisonError::into_inner);
+        // The loan lives on as the shared one.
         if let Some(loan) = ledger.get_mut(&range.start) {
             loan.shared = 1;
         }
         drop(ledger);
-        // The loan lives on as the shared one.
-        let this = std::mem::ManuallyDrop::new(self);
-        // SAFETY: `this` is never dropped, so its Arc is taken out exactly once.
-        drop(unsafe { std::ptr::read(&this.region) });
         SlotRef { region, range }
     }
 }
@@ -320,6 +357,28 @@ impl Deref for Words {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn parts_are_handles_of_their_own() {
+        let region = Region::anonymous(64 << 10);
+        let (mut a, b) = region.exclusive(4096..20480).unwrap().split(8192);
+        let (b, c) = b.split(4096);
+        assert_eq!([a.range(), b.range(), c.range()], [4096..12288, 12288..16384, 16384..20480]);
+        a[8191] = 1;
+        drop(b);
+        assert!(region.exclusive(8192..16384).is_err() && region.exclusive(16384..20480).is_err());
+        let mut b = region.exclusive(12288..16384).unwrap();
+        b[0] = 2;
+        let whole = a.join(b).join(c);
+        assert_eq!(
+            (whole.range(), &whole[8191..8193], region.handles()),
+            (4096..20480, &[1, 2][..], 1)
+        );
+        let shared = whole.freeze();
+        assert!(region.exclusive(16384..20480).is_err());
+        drop(shared);
+        assert_eq!(region.handles(), 0);
+    }
 
     #[test]
     fn the_ledger_refuses_aliases() {

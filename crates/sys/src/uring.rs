@@ -5,7 +5,7 @@
 //! call. New requests wake the thread through an eventfd that is itself read through the ring. The
 //! arena is registered where the memory-lock limit allows; so are files, while they are read.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::fs::File;
 use std::io::Write;
 use std::os::fd::{AsRawFd, FromRawFd};
@@ -37,7 +37,7 @@ pub struct UringReader {
 
 struct Operation {
     request: ReadRequest,
-    /// Place of each part's file among the registered ones.
+    /// Place of each part's file among the registered ones; counted once for each part.
     files: Vec<Option<u32>>,
     /// Next part, and byte of it, that no piece covers yet.
     part: usize,
@@ -61,6 +61,9 @@ struct Driver {
     block: usize,
     /// Places for registered files that are free; none at all where the kernel has no table.
     free_files: Vec<u32>,
+    /// Registered files by their address, which is theirs as long as a part holds them: their
+    /// place, and the parts that use it.
+    placed: HashMap<usize, (u32, usize)>,
     base: usize,
     region_bytes: usize,
     operations: Vec<Option<Operation>>,
@@ -112,6 +115,7 @@ impl UringReader {
             registered: registered.is_ok(),
             block: options.block.next_multiple_of(4096).max(4096),
             free_files,
+            placed: HashMap::new(),
             base: region.base() as usize,
             region_bytes: region.len(),
             operations: Vec::new(),
@@ -217,23 +221,23 @@ impl Driver {
 
     fn operation(&mut self, request: ReadRequest) -> Operation {
         let error = (!request.fits()).then(|| std::io::ErrorKind::InvalidInput.into());
-        let mut files: Vec<Option<u32>> = Vec::with_capacity(request.parts.len());
-        for (i, part) in request.parts.iter().enumerate() {
-            // A stripe names each of its files many times.
-            let same = request.parts[..i].iter().position(|p| Arc::ptr_eq(&p.file, &part.file));
-            let place = match same {
-                Some(earlier) => files[earlier],
-                None => self.register_file(&part.file),
-            };
-            files.push(place);
-        }
+        let files = request.parts.iter().map(|p| self.register_file(&p.file)).collect();
         Operation { request, files, part: 0, next: 0, in_flight: 0, error }
     }
 
-    fn register_file(&mut self, file: &File) -> Option<u32> {
+    /// A stripe names each of its files many times, and so do the requests for one file.
+    fn register_file(&mut self, file: &Arc<File>) -> Option<u32> {
+        let key = Arc::as_ptr(file) as usize;
+        if let Some((place, parts)) = self.placed.get_mut(&key) {
+            *parts += 1;
+            return Some(*place);
+        }
         let place = self.free_files.pop()?;
         match self.ring.submitter().register_files_update(place, &[file.as_raw_fd()]) {
-            Ok(_) => Some(place),
+            Ok(_) => {
+                self.placed.insert(key, (place, 1));
+                Some(place)
+            }
             Err(_) => {
                 self.free_files.push(place);
                 None
@@ -242,12 +246,17 @@ impl Driver {
     }
 
     /// Gives up the places of an operation's files.
-    fn unregister(&mut self, files: &[Option<u32>]) {
-        for place in files.iter().flatten() {
-            if !self.free_files.contains(place) {
+    fn unregister(&mut self, operation: &Operation) {
+        for (part, place) in operation.request.parts.iter().zip(&operation.files) {
+            let key = Arc::as_ptr(&part.file) as usize;
+            let Some(place) = *place else { continue };
+            let Some((_, parts)) = self.placed.get_mut(&key) else { continue };
+            *parts -= 1;
+            if *parts == 0 {
+                self.placed.remove(&key);
                 // Fails only if the place is not in the table; then it holds nothing.
-                let _ = self.ring.submitter().register_files_update(*place, &[-1]);
-                self.free_files.push(*place);
+                let _ = self.ring.submitter().register_files_update(place, &[-1]);
+                self.free_files.push(place);
             }
         }
     }
@@ -371,7 +380,7 @@ impl Driver {
 
     fn finish(&mut self, operation: usize) {
         if let Some(o) = self.operations[operation].take() {
-            self.unregister(&o.files);
+            self.unregister(&o);
             let result = o.error.map_or(Ok(()), Err);
             // A loader that is gone needs no completion; the slot is released here.
             let _ =
