@@ -25,8 +25,12 @@ pub struct Options {
 /// If the model cannot be opened, the loader refuses this decoder, or a thread fails for good.
 pub fn run(config: &Config, options: Options) -> Result<(), DecoderError> {
     let path = model_path(&config.cache_dir, &config.model)?;
-    let model =
-        LanguageModel::load(ModelHeader::read(&path)?, Some(&config.cache_dir), config.precision, Phase::Decode)?;
+    let model = LanguageModel::load(
+        ModelHeader::read(&path)?,
+        Some(&config.cache_dir),
+        config.precision,
+        Phase::Decode,
+    )?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()

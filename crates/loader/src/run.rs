@@ -78,7 +78,10 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let (model, embedder) = std::thread::scope(|scope| {
         let directory = embedder_path.parent().unwrap_or(Path::new("."));
         let embedder = scope.spawn(|| Embedder::open(directory));
-        (LanguageModel::load(header, Some(&config.cache_dir), config.precision, Phase::Prefill), embedder.join())
+        (
+            LanguageModel::load(header, Some(&config.cache_dir), config.precision, Phase::Prefill),
+            embedder.join(),
+        )
     });
     let model = Arc::new(model?);
     let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
