@@ -234,23 +234,22 @@ fn gemm_rows_do_not_depend_on_m() {
 #[test]
 fn rounding_to_bf16_is_the_same_on_every_isa() {
     let special = [0.0, -0.0, f32::MIN_POSITIVE, 1e-39, -1e-39, 3e-45, 1.0, 1.5e30, -3e38];
-    let mut x: Vec<f32> = special.to_vec();
-    x.extend((0..4096u32).map(|i| f32::from_bits(0x3f80_0000 + i * 0x1000 + i % 2)));
-    x.resize(x.len().next_multiple_of(16), 1.0);
-    let want: Vec<u16> = match Activations::rounded(Precision::Bf16, &x) {
-        Activations::Bf16(x) => x,
+    let mut weight: Vec<f32> = special.to_vec();
+    weight.extend((0..4096u32).map(|i| f32::from_bits(0x3f80_0000 + i * 0x1000 + i % 2)));
+    weight.resize(weight.len().next_multiple_of(16), 1.0);
+    // A row of ones stays ones, so the weights come out as they are.
+    let ones = vec![1.0; weight.len()];
+    let want = Activations::rounded(Precision::Bf16, &weight);
+    match &want {
+        Activations::Bf16(w) => assert_eq!(w[1..5], [0x8000, 0x0080, 0, 0x8000]),
         Activations::F32(_) => unreachable!(),
-    };
-    assert!(want[3] == 0 && want[4] == 0x8000 && want[2] == 0x0080);
-    // An identity matrix hands the values through, normalization and all sums left out.
-    let one = PackedMatrix::pack(&[1.0, 0.0], 1, 2, Precision::Bf16);
+    }
     for isa in Isa::available() {
-        let mut pairs = vec![0u16; 2 * want.len()];
-        pairs.iter_mut().step_by(2).zip(&want).for_each(|(p, w)| *p = *w);
-        let mut c = vec![0.0; want.len() * 16];
-        gemm(isa, &Activations::Bf16(pairs), &one, &mut c);
-        let got: Vec<u16> = c.iter().step_by(16).map(|&x| f32_to_bf16(x)).collect();
-        let same = got.iter().zip(&want).all(|(a, b)| a == b || a & 0x7fff == b & 0x7fff);
-        assert!(same, "{}", isa.name());
+        let mut f32s = Activations::zeros(Precision::Exact, weight.len());
+        rms_norm(isa, &ones, &weight, 0.0, &mut f32s);
+        assert_eq!(bits(&widened(&f32s)), bits(&weight), "{}", isa.name());
+        let mut got = Activations::zeros(Precision::Bf16, weight.len());
+        rms_norm(isa, &ones, &weight, 0.0, &mut got);
+        assert_eq!(got, want, "{}", isa.name());
     }
 }

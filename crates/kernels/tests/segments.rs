@@ -3,7 +3,9 @@
 mod common;
 
 use common::{Case, Seg, aligned, poison, rng, section, tolerance, vector};
-use matkv_kernels::{Isa, RopeStyle, RotaryEmbedding, read_k, read_v, reference, write_rows};
+use matkv_kernels::{
+    Isa, NewRows, RopeStyle, RotaryEmbedding, append_rows, read_k, read_v, reference, write_rows,
+};
 use matkv_types::{KvDtype, KvLayout, KvShape, Precision};
 use rand::rngs::StdRng;
 
@@ -188,5 +190,27 @@ fn elements_read_back_as_written() {
             }
         }
         assert!(read_k(&bytes, &layout, (0, 0), 0, 0).is_nan(), "only that row was written");
+    }
+}
+
+/// Rows appended together, on one thread or many, are those written one by one.
+#[test]
+fn appended_rows_are_written_rows() {
+    let mut r = rng(14);
+    let shape = KvShape { layers: 2, kv_heads: 3, head_dim: 64 };
+    for dtype in [KvDtype::F32, KvDtype::Bf16] {
+        for count in [1, 16, 17, 50] {
+            let layout = KvLayout::new(shape, dtype, 70);
+            let at: Vec<usize> = (7..7 + count).collect();
+            let rows = vector(&mut r, count * 500);
+            let (mut one_by_one, mut together) =
+                (aligned(layout.total_bytes()), aligned(layout.total_bytes()));
+            for (row, x) in at.iter().zip(rows.chunks_exact(500)) {
+                write_rows(&mut one_by_one, &layout, 1, *row, &x[10..202], &x[300..492]);
+            }
+            let [k, v] = [10, 300].map(|from| NewRows { values: &rows[from..], stride: 500 });
+            append_rows(&mut together, &layout, 1, &at, k, v);
+            assert!(one_by_one == together, "{dtype:?}, {count} rows");
+        }
     }
 }

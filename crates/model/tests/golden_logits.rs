@@ -15,12 +15,12 @@ use serde_json::Value;
 const F32_TOLERANCE: f32 = 5e-4;
 
 /// Largest error of a logit with bf16 rows. Each key and value is off by up to 2⁻⁹ of itself;
-/// what 30 layers make of that has no useful bound, so the tolerance is twice the 0.07 measured,
+/// what 30 layers make of that has no useful bound, so the tolerance is twice the 0.1 measured,
 /// to be held against logits whose standard deviation is 5.
-const BF16_TOLERANCE: f32 = 0.14;
+const BF16_TOLERANCE: f32 = 0.2;
 
-/// The same with bf16 products: weights and activations are rounded too.
-const BF16_PRODUCTS_TOLERANCE: f32 = 0.5;
+/// The same with bf16 products: weights and activations are rounded too. Twice the 0.27 measured.
+const BF16_PRODUCTS_TOLERANCE: f32 = 0.54;
 
 /// Rows of a call in the chunked prefill: odd, so that calls begin at every phase of a tile.
 const CHUNK_ROWS: usize = 7;

@@ -341,3 +341,11 @@ fn smollm2_order_and_shift() {
     let Some(model) = common::real_in(Precision::Exact) else { return };
     a_shift_is_a_compile_elsewhere(&model, 120, 1e-3);
 }
+
+#[test]
+fn precisions_have_fingerprints_of_their_own() {
+    let (bf16, exact) = (common::tiny(), common::exact_tiny());
+    assert_eq!((bf16.precision(), exact.precision()), (Precision::Bf16, Precision::Exact));
+    assert_eq!(bf16.digest(), exact.digest());
+    assert_ne!(bf16.fingerprint(&[1]), exact.fingerprint(&[1]));
+}

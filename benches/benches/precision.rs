@@ -1,0 +1,74 @@
+//! What bf16 products cost in answers: the divergence of their next-token distributions from the
+//! exact ones over a text, the model reading it token by token.
+//! `cargo bench --bench precision -- MODEL.gguf TEXT`.
+
+use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Segment, Source, Step, greedy};
+use matkv_types::{KvDtype, KvLayout, Precision};
+
+/// Tokens of the text that are read.
+const TOKENS: usize = 600;
+
+/// Logits after every token.
+fn read(model: &LanguageModel, tokens: &[u32]) -> Vec<Vec<f32>> {
+    let own_layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, tokens.len());
+    let mut own = vec![0; own_layout.total_bytes()];
+    let mut logits = Vec::new();
+    for (i, &token) in tokens.iter().enumerate() {
+        let rows = [ForwardRow { token, position: i, row: i }];
+        let segments =
+            [Segment { source: Source::Own, first_row: 0, rows: i + 1, position: 0, shift: 0 }];
+        let step =
+            Step { rows: &rows, segments: &segments, own: &mut own, own_layout, logits: true };
+        logits.append(&mut model.forward(&mut [step]));
+    }
+    logits
+}
+
+fn log_sum_exp(logits: &[f32]) -> f64 {
+    let top = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    top + logits.iter().map(|&x| (f64::from(x) - top).exp()).sum::<f64>().ln()
+}
+
+/// Kullback-Leibler divergence of the distribution of `q` from that of `p`, in nats.
+fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let (zp, zq) = (log_sum_exp(p), log_sum_exp(q));
+    p.iter()
+        .zip(q)
+        .map(|(&p, &q)| {
+            let (p, q) = (f64::from(p) - zp, f64::from(q) - zq);
+            p.exp() * (p - q)
+        })
+        .sum()
+}
+
+fn main() {
+    let args: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
+    let [model, text] = &args[..] else {
+        println!("skipped: give the paths of a .gguf file and of a text");
+        return;
+    };
+    let text = std::fs::read_to_string(text).expect("the text is readable");
+    let [exact, bf16] = Precision::ALL.map(|precision| {
+        let header = ModelHeader::read(model.as_ref()).expect("the header is readable");
+        let model = LanguageModel::load(header, None, precision).expect("the model opens");
+        let mut tokens = model.tokenizer.encode(&text).expect("the text has tokens");
+        tokens.truncate(TOKENS);
+        (read(&model, &tokens), tokens)
+    });
+    let (tokens, count) = (&exact.1, exact.0.len());
+    let pairs = || exact.0.iter().zip(&bf16.0);
+    let divergences: Vec<f64> = pairs().map(|(p, q)| divergence(p, q)).collect();
+    let same = pairs().filter(|(p, q)| greedy(p) == greedy(q)).count();
+    let loss = |rows: &[Vec<f32>]| {
+        let term = |(x, &next): (&Vec<f32>, &u32)| log_sum_exp(x) - f64::from(x[next as usize]);
+        rows.iter().zip(&tokens[1..]).map(term).sum::<f64>() / (count - 1) as f64
+    };
+    println!(
+        "{count} tokens: KL(exact || bf16) {:.6} nats a token on average, {:.6} at most; \
+         the same first choice {same} times; loss {:.5} exact, {:.5} bf16",
+        divergences.iter().sum::<f64>() / count as f64,
+        divergences.iter().copied().fold(0.0, f64::max),
+        loss(&exact.0),
+        loss(&bf16.0),
+    );
+}
