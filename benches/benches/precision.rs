@@ -1,8 +1,9 @@
-//! What bf16 products cost in answers: the divergence of their next-token distributions from the
-//! exact ones over a text, the model reading it token by token.
+//! What rounding costs in answers: the divergence of next-token distributions from the exact ones
+//! over a text, the model reading it token by token; with bf16 products, as prefill has them, and
+//! with a file's own weights, as decoding has them.
 //! `cargo bench --bench precision -- MODEL.gguf TEXT`.
 
-use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Segment, Source, Step, greedy};
+use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Phase, Segment, Source, Step, greedy};
 use matkv_types::{KvDtype, KvLayout, Precision};
 
 /// Tokens of the text that are read.
@@ -48,27 +49,31 @@ fn main() {
         return;
     };
     let text = std::fs::read_to_string(text).expect("the text is readable");
-    let [exact, bf16] = Precision::ALL.map(|precision| {
+    let read = |precision, phase| {
         let header = ModelHeader::read(model.as_ref()).expect("the header is readable");
-        let model = LanguageModel::load(header, None, precision).expect("the model opens");
+        let model = LanguageModel::load(header, None, precision, phase).expect("the model opens");
         let mut tokens = model.tokenizer.encode(&text).expect("the text has tokens");
         tokens.truncate(TOKENS);
         (read(&model, &tokens), tokens)
-    });
-    let (tokens, count) = (&exact.1, exact.0.len());
-    let pairs = || exact.0.iter().zip(&bf16.0);
-    let divergences: Vec<f64> = pairs().map(|(p, q)| divergence(p, q)).collect();
-    let same = pairs().filter(|(p, q)| greedy(p) == greedy(q)).count();
+    };
+    let (exact, tokens) = read(Precision::Exact, Phase::Prefill);
+    let count = exact.len();
     let loss = |rows: &[Vec<f32>]| {
         let term = |(x, &next): (&Vec<f32>, &u32)| log_sum_exp(x) - f64::from(x[next as usize]);
         rows.iter().zip(&tokens[1..]).map(term).sum::<f64>() / (count - 1) as f64
     };
-    println!(
-        "{count} tokens: KL(exact || bf16) {:.6} nats a token on average, {:.6} at most; \
-         the same first choice {same} times; loss {:.5} exact, {:.5} bf16",
-        divergences.iter().sum::<f64>() / count as f64,
-        divergences.iter().copied().fold(0.0, f64::max),
-        loss(&exact.0),
-        loss(&bf16.0),
-    );
+    println!("{count} tokens, loss of exact products {:.5}", loss(&exact));
+    for phase in [Phase::Prefill, Phase::Decode] {
+        let (rows, _) = read(Precision::Bf16, phase);
+        let pairs = || exact.iter().zip(&rows);
+        let divergences: Vec<f64> = pairs().map(|(p, q)| divergence(p, q)).collect();
+        let same = pairs().filter(|(p, q)| greedy(p) == greedy(q)).count();
+        println!(
+            "{phase:?}: KL(exact || it) {:.6} nats a token on average, {:.6} at most; the same \
+             first choice {same} times; loss {:.5}",
+            divergences.iter().sum::<f64>() / count as f64,
+            divergences.iter().copied().fold(0.0, f64::max),
+            loss(&rows),
+        );
+    }
 }

@@ -95,6 +95,13 @@ fn bf16_logits_are_near_transformers() {
     check_logits(&model, KvDtype::Bf16, BF16_PRODUCTS_TOLERANCE);
 }
 
+/// Weights as they are in the file and 16-bit activations: no further off than exact products.
+#[test]
+fn a_decoders_logits_are_near_transformers() {
+    let Some(model) = common::real_decoder() else { return };
+    check_logits(&model, KvDtype::Bf16, BF16_TOLERANCE);
+}
+
 #[test]
 fn greedy_answers_match_transformers() {
     let Some(model) = common::real_in(Precision::Exact) else { return };

@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Segment, Source, Step, greedy};
+use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Phase, Segment, Source, Step, greedy};
 use matkv_testkit::TinyModel;
 use matkv_types::{KvDtype, KvLayout, Precision, TILE_ROWS, align_up};
 
@@ -40,7 +40,17 @@ pub fn exact_tiny() -> LanguageModel {
 }
 
 fn load(path: &Path, precision: Precision) -> LanguageModel {
-    LanguageModel::load(ModelHeader::read(path).unwrap(), None, precision).unwrap()
+    load_for(path, precision, Phase::Prefill)
+}
+
+fn load_for(path: &Path, precision: Precision, phase: Phase) -> LanguageModel {
+    LanguageModel::load(ModelHeader::read(path).unwrap(), None, precision, phase).unwrap()
+}
+
+/// SmolLM2 as a decoder has it, if it is in the cache.
+pub fn real_decoder() -> Option<LanguageModel> {
+    let path = matkv_testkit::cached_model("smollm2-135m")?;
+    Some(load_for(&path, Precision::default(), Phase::Decode))
 }
 
 /// SmolLM2 in the default precision, if it is in the cache.
