@@ -45,7 +45,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn bf16_pairs(p: *const u16) -> Self::Bf16Pairs;
     /// `(c + a₁ · b₁) + a₀ · b₀` for a pair `a` of bf16 (the first in the low half) and each pair
     /// of `b`. That is what VDPBF16PS does: a product of two bf16 is exact in f32, and each sum
-    /// is rounded once. Sums below 2⁻¹²⁶ are the exception to equal bits: VDPBF16PS makes them 0.
+    /// is rounded once. Operands and sums below 2⁻¹²⁶ are the exception to equal bits: VDPBF16PS
+    /// takes them for 0.
     unsafe fn dot_bf16(c: Self::V, a: u32, b: Self::Bf16Pairs) -> Self::V;
     /// Sixteen zeros.
     unsafe fn zero_i() -> Self::I;

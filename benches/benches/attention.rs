@@ -1,0 +1,67 @@
+//! Attention of one layer over stored rows of each type: `cargo bench --bench attention`.
+
+use std::time::Instant;
+
+use matkv_kernels::{Activations, AttentionJob, Isa, SegmentView, attend};
+use matkv_types::{KvDtype, KvLayout, KvShape, Precision, f32_to_bf16};
+
+/// One layer of SmolLM2-135M.
+const SHAPE: KvShape = KvShape { layers: 1, kv_heads: 3, head_dim: 64 };
+const HEADS: usize = 9;
+const CONTEXT: usize = 4096;
+
+/// Finite rows of any value, scales included.
+fn section(layout: &KvLayout) -> Vec<u8> {
+    let fill = match layout.dtype {
+        KvDtype::F32 => 0.25f32.to_le_bytes(),
+        _ => {
+            let [a, b] = f32_to_bf16(0.01).to_le_bytes();
+            [a, b, a, b]
+        }
+    };
+    fill.into_iter().cycle().take(layout.total_bytes()).collect()
+}
+
+fn main() {
+    let isa = Isa::detect();
+    println!("{}, {} threads, {CONTEXT} rows of context", isa.name(), rayon::current_num_threads());
+    for dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
+        let layout = KvLayout::new(SHAPE, dtype, CONTEXT);
+        let section = section(&layout);
+        for precision in Precision::ALL {
+            for rows in [1, 512] {
+                let width = HEADS * SHAPE.head_dim;
+                let queries: Vec<f32> =
+                    (0..rows * width).map(|i| (i * 7919 % 1009) as f32 / 4036.0 - 0.125).collect();
+                let positions: Vec<usize> = (CONTEXT - rows..CONTEXT).collect();
+                let mut out = Activations::zeros(precision, rows * width);
+                let mut best = f64::INFINITY;
+                for _ in 0..if rows == 1 { 400 } else { 12 } {
+                    let view = SegmentView {
+                        section: &section,
+                        layout,
+                        first_row: 0,
+                        rows: CONTEXT,
+                        position: 0,
+                        queries: &queries,
+                    };
+                    let job = AttentionJob {
+                        segments: vec![view],
+                        positions: &positions,
+                        out: out.as_mut(),
+                    };
+                    let started = Instant::now();
+                    attend(isa, precision, 0, HEADS, vec![job]);
+                    best = best.min(started.elapsed().as_secs_f64());
+                }
+                let pairs: usize = positions.iter().map(|p| p + 1).sum();
+                let work = (4 * width * pairs) as f64;
+                println!(
+                    "  {dtype} rows, {precision}, {rows} queries: {:.3} ms, {:.0} GFLOP/s",
+                    best * 1e3,
+                    work / best / 1e9
+                );
+            }
+        }
+    }
+}
