@@ -123,9 +123,9 @@ dispatch! {
     ///
     /// # Safety
     /// `block.k` and `block.v` point to whole tiles covering `block.hi ≤ BLOCK_ROWS` rows of
-    /// `queries.dim ≤ HEAD_DIM_MAX` dimensions (a multiple of 32), aligned to their element type, and
-    /// the scales of int8 rows to every group and row below `block.hi`; nobody writes them
-    /// meanwhile. `queries.q` is `[visible.len()][dim]` and `partial` has that size.
+    /// `queries.dim ≤ HEAD_DIM_MAX` dimensions (a multiple of 32), aligned to their element
+    /// type, and the scales of int8 rows to every group and row below `block.hi`; nobody writes
+    /// them meanwhile. `queries.q` is `[visible.len()][dim]` and `partial` has that size.
     pub(crate) unsafe fn attend_block => attend_block_body(
         precision: Precision,
         queries: Queries<'_>,

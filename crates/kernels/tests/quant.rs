@@ -55,6 +55,10 @@ fn product(isa: Isa, x: &[f32], w: &QuantMatrix) -> Vec<f32> {
     c
 }
 
+fn most(v: &[f32]) -> f64 {
+    v.iter().map(|x| f64::from(x.abs())).fold(0.0, f64::max)
+}
+
 fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|v| v.to_bits()).collect()
 }
@@ -84,8 +88,8 @@ proptest! {
                     // Each x is off by half a step, 2⁻¹⁶ of its block's largest; f32 rounds the
                     // scaled sums of blocks, 2⁻²³ of what they may be, and minimums cancel.
                     let bound: f64 = (0..blocks).map(|b| {
-                        let (x, w) = (&x[i * k..][b * 32..][..32], &dense[j * k..][b * 32..][..32]);
-                        let most = |v: &[f32]| v.iter().map(|x| f64::from(x.abs())).fold(0.0, f64::max);
+                        let x = &x[i * k + b * QUANT_BLOCK..][..QUANT_BLOCK];
+                        let w = &dense[j * k + b * QUANT_BLOCK..][..QUANT_BLOCK];
                         let size: f64 = w.iter().map(|w| f64::from(w.abs())).sum();
                         let codes = 32.0 * 4.0 * most(x) * most(w).max(4.0);
                         most(x) * size * 2f64.powi(-16) + codes * 2f64.powi(-23) * blocks as f64
@@ -93,7 +97,8 @@ proptest! {
                     let d = (f64::from(c[i * w.padded_n() + j]) - exact[i * n + j]).abs();
                     prop_assert!(d <= bound, "{} at {i},{j}: {d} > {bound}", isa.name());
                 }
-                prop_assert!(c[i * w.padded_n() + n..(i + 1) * w.padded_n()].iter().all(|x| *x == 0.0));
+                let padding = &c[i * w.padded_n() + n..(i + 1) * w.padded_n()];
+                prop_assert!(padding.iter().all(|x| *x == 0.0));
             }
             let got = bits(&c);
             prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{}", isa.name());

@@ -65,26 +65,12 @@ pub fn run(config: &Config, options: Options) -> Result<(), LoaderError> {
 
 fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let setup = |e: &dyn std::fmt::Display| LoaderError::Setup(e.to_string());
-    let path = model_path(&config.cache_dir, &config.model)?;
-    let embedder_path = model_path(&config.cache_dir, PULLABLE[1].name)?;
     std::fs::create_dir_all(&config.runtime_dir).map_err(|e| {
         LoaderError::Setup(format!("cannot create {}: {e}", config.runtime_dir.display()))
     })?;
     let runtime_lock = FileLock::acquire(&config.runtime_dir.join("LOCK"))?;
     sweep(&config.runtime_dir);
-    // Both processes open the model at the same time. What is wrong with it is said first, once.
-    let header = ModelHeader::read(&path)?;
-    let child = options.spawn_decoder.map(DecoderChild::start);
-    let (model, embedder) = std::thread::scope(|scope| {
-        let directory = embedder_path.parent().unwrap_or(Path::new("."));
-        let embedder = scope.spawn(|| Embedder::open(directory));
-        (
-            LanguageModel::load(header, Some(&config.cache_dir), config.precision, Phase::Prefill),
-            embedder.join(),
-        )
-    });
-    let model = Arc::new(model?);
-    let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
+    let (model, embedder, child) = models(config, options)?;
     let prefix_tokens = prefix_tokens(&model, config)?;
     let identity = identity(&model, &prefix_tokens, config);
     let (shape, fingerprint) = (identity.shape, identity.fingerprint);
@@ -135,6 +121,28 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         runtime_lock: Some(runtime_lock),
         child,
     })
+}
+
+/// Opens the models, and has the decoder open its own at the same time. What is wrong with a file
+/// is said first, once.
+fn models(
+    config: &Config,
+    options: Options,
+) -> Result<(Arc<LanguageModel>, Embedder, Option<DecoderChild>), LoaderError> {
+    let path = model_path(&config.cache_dir, &config.model)?;
+    let embedder_path = model_path(&config.cache_dir, PULLABLE[1].name)?;
+    let header = ModelHeader::read(&path)?;
+    let child = options.spawn_decoder.map(DecoderChild::start);
+    let (model, embedder) = std::thread::scope(|scope| {
+        let directory = embedder_path.parent().unwrap_or(Path::new("."));
+        let embedder = scope.spawn(|| Embedder::open(directory));
+        let cache = Some(config.cache_dir.as_path());
+        let model = LanguageModel::load(header, cache, config.precision, Phase::Prefill);
+        (model, embedder.join())
+    });
+    let model = Arc::new(model?);
+    let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
+    Ok((model, embedder, child))
 }
 
 /// Whose chunks are read and written.
