@@ -329,11 +329,11 @@ async fn one_token(server: &Server) {
 /// show the same text.
 async fn whole_characters(server: &Server) {
     let mut not_ascii = 0;
-    for seed in 1..=8 {
+    for seed in 1..=4 {
         let request = GenerateRequest {
             temperature: Some(80.0),
             seed: Some(seed),
-            max_new_tokens: Some(16),
+            max_new_tokens: Some(64),
             ..of(&["city"], "Écris: 東京 🙂 Ελλάδα")
         };
         let reply = server.ask(request).await;
@@ -349,7 +349,7 @@ async fn whole_characters(server: &Server) {
             "--temperature",
             "80",
             "--max-new-tokens",
-            "16",
+            "64",
         ];
         let shown = server.matkv(&arguments);
         let json = server.matkv(&[&["--format", "json"], &arguments[..]].concat());
@@ -358,5 +358,5 @@ async fn whole_characters(server: &Server) {
         assert_eq!(json["text"], reply.text, "seed {seed}");
         assert!(shown.out.starts_with(&format!("{}\n", reply.text)), "{:?}", shown.out);
     }
-    assert!(not_ascii >= 2, "the draws are meant to be strange");
+    assert!(not_ascii > 0, "the draws are meant to be strange");
 }
