@@ -358,7 +358,7 @@ fn shared_memory(names: &BTreeSet<PathBuf>) -> u64 {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn everything_at_once() {
-    let seconds = number("MATKV_SOAK_SECONDS", 60);
+    let seconds = number("MATKV_SOAK_SECONDS", 120);
     let Some(mut server) = start(&SETTINGS, |home| vec![url(home)]).await else { return };
     let soak = Arc::new(Soak {
         socket: server.home().socket(),
