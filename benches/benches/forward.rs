@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use matkv_kernels::Isa;
-use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Phase, Segment, Source, Step};
+use matkv_model::{ForwardRow, LanguageModel, Phase, Segment, Source, Step};
 use matkv_types::{KvDtype, KvLayout, Precision};
 
 /// Rows of one prefill call, as the loader's engine uses them.
@@ -62,8 +62,7 @@ fn main() {
     for precision in Precision::ALL.into_iter().filter(wanted) {
         let started = Instant::now();
         let open = |phase| {
-            let header = ModelHeader::read(path.as_ref()).expect("the header is readable");
-            LanguageModel::load(header, None, precision, phase).expect("the model opens")
+            LanguageModel::open_for(path.as_ref(), None, precision, phase).expect("the model opens")
         };
         let models = [Phase::Prefill, Phase::Decode].map(open);
         println!(

@@ -3,7 +3,9 @@
 //! with a file's own weights, as decoding has them.
 //! `cargo bench --bench precision -- MODEL.gguf TEXT`.
 
-use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Phase, Segment, Source, Step, greedy};
+use matkv_model::{
+    ForwardRow, LanguageModel, Phase, Segment, Source, Step, divergence, greedy, log_sum_exp,
+};
 use matkv_types::{KvDtype, KvLayout, Precision};
 
 /// Tokens of the text that are read.
@@ -25,23 +27,6 @@ fn read(model: &LanguageModel, tokens: &[u32]) -> Vec<Vec<f32>> {
     logits
 }
 
-fn log_sum_exp(logits: &[f32]) -> f64 {
-    let top = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    top + logits.iter().map(|&x| (f64::from(x) - top).exp()).sum::<f64>().ln()
-}
-
-/// Kullback-Leibler divergence of the distribution of `q` from that of `p`, in nats.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let (zp, zq) = (log_sum_exp(p), log_sum_exp(q));
-    p.iter()
-        .zip(q)
-        .map(|(&p, &q)| {
-            let (p, q) = (f64::from(p) - zp, f64::from(q) - zq);
-            p.exp() * (p - q)
-        })
-        .sum()
-}
-
 fn main() {
     let args: Vec<String> = std::env::args().skip(1).filter(|a| !a.starts_with("--")).collect();
     let [model, text] = &args[..] else {
@@ -50,8 +35,8 @@ fn main() {
     };
     let text = std::fs::read_to_string(text).expect("the text is readable");
     let read = |precision, phase| {
-        let header = ModelHeader::read(model.as_ref()).expect("the header is readable");
-        let model = LanguageModel::load(header, None, precision, phase).expect("the model opens");
+        let model = LanguageModel::open_for(model.as_ref(), None, precision, phase)
+            .expect("the model opens");
         let mut tokens = model.tokenizer.encode(&text).expect("the text has tokens");
         tokens.truncate(TOKENS);
         (read(&model, &tokens), tokens)

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use matkv_actors::{Outcome, Policy, Pulse, StopFlag, ThreadSpec, Watch, supervise};
 use matkv_config::Config;
-use matkv_model::{LanguageModel, ModelHeader, Phase, PromptTexts, model_path};
+use matkv_model::{LanguageModel, Phase, PromptTexts, model_path};
 use matkv_telemetry::service;
 
 use crate::batch::Limits;
@@ -25,12 +25,8 @@ pub struct Options {
 /// If the model cannot be opened, the loader refuses this decoder, or a thread fails for good.
 pub fn run(config: &Config, options: Options) -> Result<(), DecoderError> {
     let path = model_path(&config.cache_dir, &config.model)?;
-    let model = LanguageModel::load(
-        ModelHeader::read(&path)?,
-        Some(&config.cache_dir),
-        config.precision,
-        Phase::Decode,
-    )?;
+    let model =
+        LanguageModel::open_for(&path, Some(&config.cache_dir), config.precision, Phase::Decode)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()

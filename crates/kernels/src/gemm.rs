@@ -67,7 +67,8 @@ dispatch! {
     unsafe fn run<P: Product> => run_body(t: &Task<P>)
 }
 
-/// Calls `f` with row blocks and column ranges that cover `m` rows by `columns`.
+/// Row blocks and column ranges that cover `m` rows by `columns`: first row, rows, first column,
+/// columns.
 fn tiles(m: usize, columns: usize, panel_bytes: usize) -> Vec<(usize, usize, usize, usize)> {
     let panels = columns.div_ceil(PANEL);
     let per_task = (TASK_BYTES / panel_bytes).clamp(1, panels.div_ceil(4).max(1)) * PANEL;

@@ -247,7 +247,7 @@ unsafe impl Lanes for Portable {
     unsafe fn load_f16(p: *const u16) -> Self::V {
         // SAFETY: the caller gives 16 readable elements.
         let raw = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
-        raw.map(crate::quant::f16_to_f32)
+        raw.map(|bits| half::f16::from_bits(bits).to_f32())
     }
     #[inline(always)]
     unsafe fn from_i(v: Self::I) -> Self::V {

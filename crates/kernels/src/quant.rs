@@ -5,6 +5,7 @@
 //! products and their sums over a block are exact integers, and what rounding adds is 2⁻¹⁶ of a
 //! block's largest value.
 
+use half::f16;
 use rayon::prelude::*;
 
 use crate::isa::{Isa, dispatch};
@@ -127,7 +128,7 @@ impl QuantMatrix {
         let (bytes, column) = (self.tile_bytes(), row % TILE);
         let tile = &self.data[row / TILE * (self.k / QUANT_BLOCK) * bytes..];
         for (block, out) in tile.chunks_exact(bytes).zip(out.chunks_exact_mut(QUANT_BLOCK)) {
-            let scale = |at: usize| f16_to_f32(u16::from_le_bytes([block[at], block[at + 1]]));
+            let scale = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]).to_f32();
             let d = scale(2 * column);
             if self.four {
                 let m = scale(SCALE_BYTES + 2 * column);
@@ -176,38 +177,9 @@ fn put_block(kind: QuantKind, block: &[u8], column: usize, target: &mut [u8]) {
     }
 }
 
-/// An f16 times −8.
+/// An f16 times −8; infinite where f16 ends.
 fn times_minus_8(bits: u16) -> u16 {
-    let exponent = bits >> 10 & 31;
-    match exponent {
-        // A subnormal is its mantissa; from 2¹⁰ on the bit above the mantissa counts as exponent.
-        0 => {
-            let (mut mantissa, mut exponent) = (bits & 0x3ff, 0);
-            for _ in 0..3 {
-                if exponent > 0 || mantissa >= 0x400 {
-                    exponent += 1;
-                } else {
-                    mantissa <<= 1;
-                }
-            }
-            // The bit that carried is the first exponent.
-            (bits ^ 0x8000) & 0x8000 | (mantissa + (exponent << 10))
-        }
-        // Beyond what f16 can say: infinity, as the file's own product would be far from useful.
-        28..=31 => bits & 0x8000 ^ 0xfc00,
-        _ => (bits ^ 0x8000) + (3 << 10),
-    }
-}
-
-/// Widens an f16.
-pub(crate) fn f16_to_f32(bits: u16) -> f32 {
-    let sign = u32::from(bits & 0x8000) << 16;
-    let (exponent, mantissa) = (u32::from(bits >> 10 & 31), u32::from(bits & 0x3ff));
-    match exponent {
-        0 => f32::from_bits(sign | (mantissa as f32 * 2f32.powi(-24)).to_bits()),
-        31 => f32::from_bits(sign | 0x7f80_0000 | mantissa << 13),
-        _ => f32::from_bits(sign | (exponent + 112) << 23 | mantissa << 13),
-    }
+    f16::from_f32(-8.0 * f16::from_bits(bits).to_f32()).to_bits()
 }
 
 /// Rows of activations as 16-bit integers, a scale for each block of 32.
@@ -501,7 +473,8 @@ mod tests {
             if bits >> 10 & 31 == 31 {
                 continue;
             }
-            let (x, y) = (f16_to_f32(bits), f16_to_f32(times_minus_8(bits)));
+            let widen = |bits| f16::from_bits(bits).to_f32();
+            let (x, y) = (widen(bits), widen(times_minus_8(bits)));
             let wanted = -8.0 * x;
             let wanted = if wanted.abs() >= 65_520.0 { wanted * f32::INFINITY } else { wanted };
             assert_eq!((y, y.is_sign_negative()), (wanted, !x.is_sign_negative()), "{bits:04x}");

@@ -1,7 +1,7 @@
 //! The store without a loader: for an operator's commands while nothing runs.
 
 use matkv_config::{Config, IoEngine};
-use matkv_model::{Detokenizer, LanguageModel, ModelHeader, PULLABLE, Phase, model_path};
+use matkv_model::{Detokenizer, LanguageModel, PULLABLE, Phase, model_path};
 use matkv_retrieve::{Embedder, HannoyIndex, VectorIndex};
 use matkv_store::{Identity, RebuildReport, StoreError};
 
@@ -73,12 +73,8 @@ pub fn rebuild_index(
     let embedder_path = model_path(&config.cache_dir, PULLABLE[1].name)?;
     let directory = embedder_path.parent().unwrap_or(std::path::Path::new("."));
     let embedder = Embedder::open(directory)?;
-    let model = LanguageModel::load(
-        ModelHeader::read(&path)?,
-        Some(&config.cache_dir),
-        config.precision,
-        Phase::Prefill,
-    )?;
+    let model =
+        LanguageModel::open_for(&path, Some(&config.cache_dir), config.precision, Phase::Prefill)?;
     // The index may be beyond opening: that is what this is for.
     let identity = choose(config, fingerprint)?;
     let lock = FileLock::acquire(&config.store_dir.join("LOCK"))?;
@@ -134,12 +130,8 @@ pub fn engine_options(config: &Config) -> EngineOptions {
 /// If the model cannot be opened.
 pub fn model(config: &Config) -> Result<(LanguageModel, Vec<u32>), LoaderError> {
     let path = model_path(&config.cache_dir, &config.model)?;
-    let model = LanguageModel::load(
-        ModelHeader::read(&path)?,
-        Some(&config.cache_dir),
-        config.precision,
-        Phase::Prefill,
-    )?;
+    let model =
+        LanguageModel::open_for(&path, Some(&config.cache_dir), config.precision, Phase::Prefill)?;
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
     let prefix = model.prefix(&texts)?;

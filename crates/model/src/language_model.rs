@@ -74,7 +74,20 @@ impl LanguageModel {
     /// # Errors
     /// If the file cannot be read, is not a Llama model, or is refused.
     pub fn open(path: &Path, cache: Option<&Path>) -> Result<Self> {
-        Self::load(ModelHeader::read(path)?, cache, Precision::default(), Phase::Prefill)
+        Self::open_for(path, cache, Precision::default(), Phase::Prefill)
+    }
+
+    /// The same in a precision, for a phase.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_for(
+        path: &Path,
+        cache: Option<&Path>,
+        precision: Precision,
+        phase: Phase,
+    ) -> Result<Self> {
+        Self::load(ModelHeader::read(path)?, cache, precision, phase)
     }
 
     /// Opens the rest of a file whose header has been read.

@@ -29,6 +29,6 @@ pub use forward::{ForwardRow, Segment, Source, Step};
 pub use language_model::{LanguageModel, ModelHeader, PromptTexts};
 pub use prompt::{Message, Role};
 pub use pull::{PULLABLE, PullProgress, Pullable, model_path, pull, pulled};
-pub use sampling::{Sampler, greedy};
+pub use sampling::{Sampler, divergence, greedy, log_sum_exp};
 pub use tokenizer::TextTokenizer;
 pub use weights::{LlamaWeights, Phase};

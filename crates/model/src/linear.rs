@@ -6,7 +6,7 @@ use matkv_kernels::{
 };
 use matkv_types::Precision;
 
-use crate::error::Result;
+use crate::error::{ModelError, Result};
 use crate::gguf::Gguf;
 
 /// Weights of a linear layer.
@@ -26,23 +26,34 @@ pub(crate) enum Kept {
     Quant,
 }
 
+/// Names and rows of tensors that lie one below the other.
+type Parts<'a> = &'a [(&'a str, usize)];
+
+fn read_packed(gguf: &mut Gguf, parts: Parts<'_>, k: usize, to: Precision) -> Result<PackedMatrix> {
+    let read = |(name, n): &(&str, usize)| Ok((gguf.tensor(name, &[*n, k])?, *n));
+    let dense: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
+    let parts: Vec<_> = dense.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
+    Ok(PackedMatrix::pack_stacked(&parts, k, to))
+}
+
+fn read_quant(gguf: &mut Gguf, parts: Parts<'_>, k: usize) -> Result<QuantMatrix> {
+    let name = parts[0].0;
+    let kind = gguf.quant_kind(name).ok_or_else(|| ModelError::Tensor {
+        name: name.to_owned(),
+        reason: "its type is not one that is multiplied as it is".to_owned(),
+    })?;
+    let read = |(name, n): &(&str, usize)| Ok((gguf.blocks(name, &[*n, k])?, *n));
+    let blocks: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
+    let parts: Vec<_> = blocks.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
+    Ok(QuantMatrix::pack_stacked(&parts, kind, k))
+}
+
 impl Linear {
-    /// Reads tensors of equal width, one below the other: names and rows of each.
-    pub fn read(gguf: &mut Gguf, parts: &[(&str, usize)], k: usize, kept: Kept) -> Result<Self> {
+    /// Reads tensors of equal width, one below the other.
+    pub fn read(gguf: &mut Gguf, parts: Parts<'_>, k: usize, kept: Kept) -> Result<Self> {
         match kept {
-            Kept::Packed(precision) => {
-                let read = |(name, n): &(&str, usize)| Ok((gguf.tensor(name, &[*n, k])?, *n));
-                let dense: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
-                let parts: Vec<_> = dense.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
-                Ok(Self::Packed(PackedMatrix::pack_stacked(&parts, k, precision)))
-            }
-            Kept::Quant => {
-                let kind = gguf.quant_kind(parts[0].0).unwrap_or(matkv_kernels::QuantKind::Q8_0);
-                let read = |(name, n): &(&str, usize)| Ok((gguf.blocks(name, &[*n, k])?, *n));
-                let blocks: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
-                let parts: Vec<_> = blocks.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
-                Ok(Self::Quant(QuantMatrix::pack_stacked(&parts, kind, k)))
-            }
+            Kept::Packed(precision) => read_packed(gguf, parts, k, precision).map(Self::Packed),
+            Kept::Quant => read_quant(gguf, parts, k).map(Self::Quant),
         }
     }
 
@@ -117,20 +128,14 @@ impl GateUp {
         (ffn, k): (usize, usize),
         kept: Kept,
     ) -> Result<Self> {
-        if kept == Kept::Quant {
-            let both = names.map(|name| (name, ffn));
-            if let Linear::Quant(w) = Linear::read(gguf, &both, k, kept)? {
-                return Ok(Self::Quant(w));
-            }
+        let [gate, up] = names.map(|name| (name, ffn));
+        match kept {
+            Kept::Packed(precision) => Ok(Self::Packed(
+                read_packed(gguf, &[gate], k, precision)?,
+                read_packed(gguf, &[up], k, precision)?,
+            )),
+            Kept::Quant => read_quant(gguf, &[gate, up], k).map(Self::Quant),
         }
-        let precision = match kept {
-            Kept::Packed(precision) => precision,
-            Kept::Quant => Precision::default(),
-        };
-        let mut read = |name: &str| -> Result<PackedMatrix> {
-            Ok(PackedMatrix::pack(&gguf.tensor(name, &[ffn, k])?, ffn, k, precision))
-        };
-        Ok(Self::Packed(read(names[0])?, read(names[1])?))
     }
 
     /// Bytes held.

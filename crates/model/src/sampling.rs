@@ -14,6 +14,23 @@ pub fn greedy(logits: &[f32]) -> u32 {
     best.0
 }
 
+/// `ln Σ e^x`, in f64.
+pub fn log_sum_exp(logits: &[f32]) -> f64 {
+    let top = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+    top + logits.iter().map(|&x| (f64::from(x) - top).exp()).sum::<f64>().ln()
+}
+
+/// Kullback-Leibler divergence `KL(p ‖ q)` of the distributions two rows of logits stand for, in
+/// nats.
+pub fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let (zp, zq) = (log_sum_exp(p), log_sum_exp(q));
+    let term = |(&p, &q): (&f32, &f32)| {
+        let (p, q) = (f64::from(p) - zp, f64::from(q) - zq);
+        p.exp() * (p - q)
+    };
+    p.iter().zip(q).map(term).sum()
+}
+
 /// Samples by temperature and nucleus (Holtzman et al. 2020).
 #[derive(Clone, Debug)]
 pub struct Sampler {

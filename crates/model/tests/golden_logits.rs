@@ -4,8 +4,8 @@
 
 mod common;
 
-use common::{Sequence, first_difference, fixture, log_sum_exp};
-use matkv_model::{LanguageModel, Step};
+use common::{Sequence, first_difference, fixture};
+use matkv_model::{LanguageModel, Step, log_sum_exp};
 use matkv_types::{KvDtype, Precision};
 use serde_json::Value;
 

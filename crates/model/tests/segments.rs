@@ -9,9 +9,9 @@ mod common;
 
 use std::ops::Range;
 
-use common::{Sequence, Slot, divergence, first_difference, max_difference};
+use common::{Sequence, Slot, first_difference, max_difference};
 use matkv_kernels::{read_k, read_v};
-use matkv_model::{LanguageModel, Message, PromptTexts, Role};
+use matkv_model::{LanguageModel, Message, PromptTexts, Role, divergence};
 use matkv_testkit::TinyModel;
 use matkv_types::{KvDtype, Precision};
 

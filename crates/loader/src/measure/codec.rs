@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use matkv_format::Superblock;
-use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
+use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step, divergence};
 use matkv_ring::size_class;
 use matkv_store::Store;
 use matkv_sys::Region;
@@ -139,7 +139,8 @@ pub fn fidelity(
             let (_, got) =
                 decode(model, &plan, &prefix_rows, &rows(*dtype)?, answer, Some(&forced));
             for (want, got) in reference.iter().zip(&got) {
-                samples[i].push(divergence(want, got));
+                // Rounding must not make it negative.
+                samples[i].push(divergence(want, got).max(0.0));
                 same[i] += usize::from(best(want) == best(got));
             }
         }
@@ -164,20 +165,6 @@ pub fn fidelity(
 fn best(logits: &[f32]) -> usize {
     let top = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
     top.map_or(0, |(i, _)| i)
-}
-
-/// `KL(p ‖ q)` of two distributions given as logits, in nats.
-fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let log_sum = |x: &[f32]| {
-        let top = x.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        f64::from(top) + x.iter().map(|v| f64::from(*v - top).exp()).sum::<f64>().ln()
-    };
-    let (zp, zq) = (log_sum(p), log_sum(q));
-    let term = |(a, b): (&f32, &f32)| {
-        let log_p = f64::from(*a) - zp;
-        log_p.exp() * (log_p - (f64::from(*b) - zq))
-    };
-    p.iter().zip(q).map(term).sum::<f64>().max(0.0)
 }
 
 /// The answer, greedy or forced, and the logits of each of its tokens.

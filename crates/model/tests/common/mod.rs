@@ -4,7 +4,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use matkv_model::{ForwardRow, LanguageModel, ModelHeader, Phase, Segment, Source, Step, greedy};
+use matkv_model::{ForwardRow, LanguageModel, Phase, Segment, Source, Step, greedy};
 use matkv_testkit::TinyModel;
 use matkv_types::{KvDtype, KvLayout, Precision, TILE_ROWS, align_up};
 
@@ -44,7 +44,7 @@ fn load(path: &Path, precision: Precision) -> LanguageModel {
 }
 
 fn load_for(path: &Path, precision: Precision, phase: Phase) -> LanguageModel {
-    LanguageModel::load(ModelHeader::read(path).unwrap(), None, precision, phase).unwrap()
+    LanguageModel::open_for(path, None, precision, phase).unwrap()
 }
 
 /// SmolLM2 as a decoder has it, if it is in the cache.
@@ -199,19 +199,4 @@ pub fn max_difference(a: &[f32], b: &[f32]) -> f32 {
         .zip(b)
         .map(|(x, y)| (x - y).abs())
         .fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
-}
-
-pub fn log_sum_exp(logits: &[f32]) -> f64 {
-    let top = f64::from(logits.iter().copied().fold(f32::NEG_INFINITY, f32::max));
-    top + logits.iter().map(|&x| (f64::from(x) - top).exp()).sum::<f64>().ln()
-}
-
-/// Kullback-Leibler divergence `KL(p || q)` of the distributions two rows of logits stand for.
-pub fn divergence(p: &[f32], q: &[f32]) -> f64 {
-    let (zp, zq) = (log_sum_exp(p), log_sum_exp(q));
-    let term = |(&p, &q): (&f32, &f32)| {
-        let (p, q) = (f64::from(p) - zp, f64::from(q) - zq);
-        p.exp() * (p - q)
-    };
-    p.iter().zip(q).map(term).sum()
 }
