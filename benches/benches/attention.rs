@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use matkv_kernels::{Activations, AttentionJob, Isa, SegmentView, attend};
+use matkv_kernels::{Activations, Attention, AttentionJob, Isa, LayerInput, SegmentView, team};
 use matkv_types::{KvDtype, KvLayout, KvShape, Precision, f32_to_bf16};
 
 /// One layer of SmolLM2-135M.
@@ -24,7 +24,7 @@ fn section(layout: &KvLayout) -> Vec<u8> {
 
 fn main() {
     let isa = Isa::detect();
-    println!("{}, {} threads, {CONTEXT} rows of context", isa.name(), rayon::current_num_threads());
+    println!("{}, {} threads, {CONTEXT} rows of context", isa.name(), team::threads());
     for dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
         let layout = KvLayout::new(SHAPE, dtype, CONTEXT);
         let section = section(&layout);
@@ -36,22 +36,21 @@ fn main() {
                 let positions: Vec<usize> = (CONTEXT - rows..CONTEXT).collect();
                 let mut out = Activations::zeros(precision, rows * width);
                 let mut best = f64::INFINITY;
+                let view = SegmentView {
+                    section: Some(&section),
+                    layout,
+                    first_row: 0,
+                    rows: CONTEXT,
+                    position: 0,
+                    rotation: 0,
+                };
+                let job = AttentionJob { segments: vec![view], positions: positions.clone() };
+                let mut attention = Attention::new(isa, precision, HEADS, [job]);
+                let queries = [queries];
                 for _ in 0..if rows == 1 { 400 } else { 12 } {
-                    let view = SegmentView {
-                        section: &section,
-                        layout,
-                        first_row: 0,
-                        rows: CONTEXT,
-                        position: 0,
-                        queries: &queries,
-                    };
-                    let job = AttentionJob {
-                        segments: vec![view],
-                        positions: &positions,
-                        out: out.as_mut(),
-                    };
                     let started = Instant::now();
-                    attend(isa, precision, 0, HEADS, vec![job]);
+                    let input = LayerInput { own: &[], queries: &queries };
+                    attention.run(0, |_| input, out.as_mut());
                     best = best.min(started.elapsed().as_secs_f64());
                 }
                 let pairs: usize = positions.iter().map(|p| p + 1).sum();

@@ -1,16 +1,17 @@
 //! Tokens per second of prefill and decode in both precisions:
-//! `cargo bench --bench forward -- MODEL.gguf`, or in one: `… -- MODEL.gguf bf16`.
+//! `cargo bench --bench forward -- MODEL.gguf`, or in one: `… -- MODEL.gguf bf16`, or at one length:
+//! `… -- MODEL.gguf bf16 4096`.
 
 use std::time::Instant;
 
-use matkv_kernels::Isa;
+use matkv_kernels::{Isa, team};
 use matkv_model::{ForwardRow, LanguageModel, Phase, Segment, Source, Step};
 use matkv_types::{KvDtype, KvLayout, Precision};
 
 /// Rows of one prefill call, as the loader's engine uses them.
 const ROWS_PER_CALL: usize = 512;
 /// Tokens decoded after each prompt.
-const DECODED: usize = 32;
+const DECODED: usize = 64;
 
 struct Sequence {
     section: Vec<u8>,
@@ -56,8 +57,9 @@ fn main() {
         println!("skipped: give the path of a .gguf file");
         return;
     };
-    println!("{}, {} threads", Isa::detect().name(), rayon::current_num_threads());
+    println!("{}, {} threads", Isa::detect().name(), team::threads());
     let only = args.next();
+    let at = args.next().and_then(|n| n.parse::<usize>().ok());
     let wanted = |p: &Precision| only.as_deref().is_none_or(|name| name == p.as_str());
     for precision in Precision::ALL.into_iter().filter(wanted) {
         let started = Instant::now();
@@ -71,6 +73,8 @@ fn main() {
             models[0].weight_bytes() >> 20,
             models[1].weight_bytes() >> 20
         );
-        [64, 512, 1024, 2048, 4096].iter().for_each(|&length| measure(&models, length));
+        let lengths =
+            [64, 512, 1024, 2048, 4096].into_iter().filter(|l| at.is_none_or(|at| at == *l));
+        lengths.for_each(|length| measure(&models, length));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use matkv_kernels::{Activations, Isa, PackedMatrix, gemm, peak_flops};
+use matkv_kernels::{Activations, Isa, PackedMatrix, gemm, peak_flops, team};
 use matkv_types::Precision;
 
 /// (n, k) of SmolLM2-135M: query, key and value; output; gate and up; down.
@@ -15,7 +15,7 @@ fn values(n: usize) -> Vec<f32> {
 
 fn main() {
     let isa = Isa::detect();
-    println!("{}, {} threads", isa.name(), rayon::current_num_threads());
+    println!("{}, {} threads", isa.name(), team::threads());
     for precision in Precision::ALL {
         let peak = peak_flops(isa, precision);
         println!("{precision}: peak {:.0} GFLOP/s", peak / 1e9);

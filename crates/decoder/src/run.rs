@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use matkv_actors::{Outcome, Policy, Pulse, StopFlag, ThreadSpec, Watch, supervise};
 use matkv_config::Config;
-use matkv_model::{LanguageModel, Phase, PromptTexts, model_path};
+use matkv_model::{LanguageModel, Phase, PromptTexts, Team, model_path};
 use matkv_telemetry::service;
 
 use crate::batch::Limits;
@@ -109,10 +109,7 @@ fn sessions(
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
     let prefix = model.prefix(&texts)?;
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(Config::threads(config.decoder_threads))
-        .thread_name(|i| format!("decode-{i}"))
-        .build()
+    let team = Team::new(Config::threads(config.decoder_threads), "decode", |_| {})
         .map_err(|e| DecoderError::Threads(e.to_string()))?;
     let decoder = Decoder {
         model,
@@ -120,7 +117,7 @@ fn sessions(
         limits: Limits { sequences: config.batch_size, rows: config.batch_tokens },
         stall: config.stall,
         runtime: &config.runtime_dir,
-        pool: &pool,
+        team: &team,
         pulse,
     };
     while !stop.is_raised() {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use ipc_channel::ipc::{IpcReceiver, IpcSender};
 use matkv_actors::{Pulse, Stillness, StopFlag, Watch};
 use matkv_config::format_duration;
-use matkv_model::LanguageModel;
+use matkv_model::{LanguageModel, Team};
 use matkv_ring::{FromDecoder, Header, Hello, Side, Welcome};
 use matkv_sys::{CrashPoint, Segment, connect_control, crash_point};
 use matkv_telemetry::{names, service, trace};
@@ -22,7 +22,7 @@ pub(crate) struct Decoder<'a> {
     pub limits: Limits,
     pub stall: Duration,
     pub runtime: &'a std::path::Path,
-    pub pool: &'a rayon::ThreadPool,
+    pub team: &'a Team,
     pub pulse: &'a Arc<Pulse>,
 }
 
@@ -75,7 +75,7 @@ pub(crate) fn run(decoder: &Decoder<'_>, stop: &StopFlag) -> Result<bool, Decode
     });
     let watch = SessionWatch::new(decoder, up, down, header, ended.clone());
     let watch = watch.start(move || bell.ring())?;
-    let outcome = decoder.pool.install(|| decode(&mut batch, &ended, decoder.pulse));
+    let outcome = decoder.team.install(|| decode(&mut batch, &ended, decoder.pulse));
     ended.raise();
     // It holds the segment, which must go with the session.
     stop.forget(waker);

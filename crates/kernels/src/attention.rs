@@ -1,17 +1,22 @@
 //! Segmented attention: query rows over a list of KV segments, no concatenated copy.
 //!
 //! A key is visible to a query when its prompt position is not after the query's, so causality,
-//! link tokens and chunked prefill are one rule. Every segment brings the queries rotated for
-//! its position shift.
+//! link tokens and chunked prefill are one rule. Every segment names the rotation its queries are
+//! needed in.
+//!
+//! A plan is made once a step and run once a layer. Many query rows of a job share each K tile, and
+//! go through the blocks in order; few query rows, as in decoding, are cut by block, and their
+//! partials are merged in block order. Blocks that several jobs see are read once for all of them.
 
 use std::cell::RefCell;
+use std::ops::Range;
 
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, Precision, TILE_ROWS};
-use rayon::prelude::*;
 
 use crate::activations::ActivationsMut;
 use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Partial, Queries, Scratch, attend_block};
 use crate::isa::Isa;
+use crate::team;
 use crate::totals::{merge, store_row};
 
 /// Query rows one task takes; with three query heads a KV head, 48 rows share each K tile.
@@ -19,12 +24,13 @@ const QUERY_ROWS: usize = 16;
 /// Up to this many query rows, work is split over context instead of over rows.
 const SPLIT_CONTEXT_ROWS: usize = 4;
 
-/// A run of KV rows in one slot.
+/// A run of KV rows.
 #[derive(Clone, Copy)]
 pub struct SegmentView<'a> {
-    /// The slot's KV section.
-    pub section: &'a [u8],
-    /// Its arithmetic.
+    /// The KV section of the slot the rows lie in; none if it is the job's own, which is written
+    /// between layers.
+    pub section: Option<&'a [u8]>,
+    /// The section's arithmetic.
     pub layout: KvLayout,
     /// First row of the run.
     pub first_row: usize,
@@ -32,44 +38,38 @@ pub struct SegmentView<'a> {
     pub rows: usize,
     /// Prompt position of the first row.
     pub position: usize,
-    /// `[query rows][heads · head_dim]`, rotated for this segment and scaled by `1/√head_dim`.
-    pub queries: &'a [f32],
+    /// Which of the job's rotations its queries are needed in.
+    pub rotation: usize,
 }
 
-/// Query rows of one sequence in one layer.
+/// Query rows of one sequence.
 pub struct AttentionJob<'a> {
     /// Segments in prompt order.
     pub segments: Vec<SegmentView<'a>>,
     /// Prompt position of each query row.
-    pub positions: &'a [usize],
-    /// `[query rows][heads · head_dim]`; of any type, whatever the precision.
-    pub out: ActivationsMut<'a>,
+    pub positions: Vec<usize>,
 }
 
-/// Where a plan's output goes.
+/// What a job needs in one layer.
+#[derive(Clone, Copy)]
+pub struct LayerInput<'a> {
+    /// Its own KV section.
+    pub own: &'a [u8],
+    /// For each rotation `[query rows][heads · head_dim]`, scaled by `1/√head_dim`.
+    pub queries: &'a [Vec<f32>],
+}
+
+/// Where the output goes.
 #[derive(Clone, Copy)]
 enum Out {
     F32(*mut f32),
     Bf16(*mut u16),
 }
 
-struct Plan<'a> {
-    segments: Vec<SegmentView<'a>>,
-    positions: &'a [usize],
-    out: Out,
-    blocks: Vec<(usize, usize)>,
-}
-
-// SAFETY: `out` is written through by tasks for disjoint rows and heads only.
-unsafe impl Send for Plan<'_> {}
-// SAFETY: as above.
-unsafe impl Sync for Plan<'_> {}
-
 #[derive(Clone, Copy)]
 struct Geometry {
     isa: Isa,
     precision: Precision,
-    layer: usize,
     heads: usize,
     kv_heads: usize,
     dim: usize,
@@ -81,74 +81,206 @@ impl Geometry {
     }
 }
 
-/// Attention of every job in `layer`; jobs are independent sequences.
-///
-/// # Panics
-/// If a segment does not fit its section or sizes disagree.
-pub fn attend(
-    isa: Isa,
-    precision: Precision,
-    layer: usize,
-    heads: usize,
-    jobs: Vec<AttentionJob<'_>>,
-) {
-    let Some(shape) = jobs.iter().find_map(|j| j.segments.first()).map(|s| s.layout.shape) else {
-        return;
-    };
-    let (kv_heads, dim) = (shape.kv_heads, shape.head_dim);
-    let g = Geometry { isa, precision, layer, heads, kv_heads, dim };
-    assert!(dim.is_multiple_of(32) && dim <= HEAD_DIM_MAX, "head dimension {dim}");
-    assert!(heads.is_multiple_of(kv_heads) && layer < shape.layers);
-    let plans: Vec<Plan<'_>> = jobs.into_iter().map(|job| plan(&g, job)).collect();
-    let mut tasks = Vec::new();
-    for plan in &plans {
-        for kv_head in 0..g.kv_heads {
-            for first in (0..plan.positions.len()).step_by(QUERY_ROWS) {
-                let count = QUERY_ROWS.min(plan.positions.len() - first);
-                tasks.push((plan, Rows { kv_head, first, count }));
-            }
-        }
-    }
-    tasks.into_par_iter().for_each(|(plan, rows)| {
-        if plan.positions.len() <= SPLIT_CONTEXT_ROWS && plan.blocks.len() > 2 {
-            split_over_context(&g, plan, rows);
-        } else {
-            sequential(&g, plan, rows);
-        }
-    });
+/// A job, and where what it computes lies.
+struct Planned<'a> {
+    segments: Vec<SegmentView<'a>>,
+    positions: Vec<usize>,
+    /// First output row.
+    first_out: usize,
+    /// Segment and first row of each block.
+    blocks: Vec<(usize, usize)>,
+    /// Of a job that is split over context: where its partials begin, `[kv head][block]`.
+    partials: Option<usize>,
 }
 
-fn plan<'a>(g: &Geometry, job: AttentionJob<'a>) -> Plan<'a> {
-    let width = g.heads * g.dim;
-    assert_eq!(job.out.len(), job.positions.len() * width, "output size");
+/// A block of a job.
+#[derive(Clone, Copy)]
+struct Member {
+    job: usize,
+    block: usize,
+}
+
+/// Some query rows of one KV head.
+#[derive(Clone, Copy)]
+struct Rows {
+    kv_head: usize,
+    first: usize,
+    count: usize,
+}
+
+/// Attention of some jobs, independent sequences, in every layer of a step.
+pub struct Attention<'a> {
+    g: Geometry,
+    jobs: Vec<Planned<'a>>,
+    /// Tasks of jobs with many query rows.
+    rows: Vec<(usize, Rows)>,
+    /// Blocks of the others, those that are the same rows of the same slot side by side.
+    members: Vec<Member>,
+    /// Which of them are the same.
+    shared: Vec<Range<usize>>,
+    partials: Vec<f32>,
+    out_rows: usize,
+}
+
+/// One layer of it.
+#[derive(Clone, Copy)]
+struct Layer<'a, I> {
+    plan: &'a Attention<'a>,
+    layer: usize,
+    input: &'a I,
+    out: Out,
+    partials: *mut f32,
+}
+
+// SAFETY: `out` and `partials` are written through by tasks for disjoint rows and heads only.
+unsafe impl<I: Sync> Sync for Layer<'_, I> {}
+
+fn planned<'a>(g: &Geometry, job: AttentionJob<'a>, first_out: usize) -> Planned<'a> {
     let mut blocks = Vec::new();
     for (i, s) in job.segments.iter().enumerate() {
-        assert_eq!(s.queries.len(), job.out.len(), "query size of segment {i}");
         let shape = s.layout.shape;
-        let same =
-            shape.kv_heads == g.kv_heads && shape.head_dim == g.dim && g.layer < shape.layers;
+        let same = shape.kv_heads == g.kv_heads && shape.head_dim == g.dim;
         assert!(same, "segment {i}: another shape");
         assert!(s.layout.dtype.in_arena() == s.layout.dtype, "segment {i}: not an arena form");
-        assert!(s.section.len() >= s.layout.total_bytes(), "segment {i}: section too short");
         assert!(s.first_row + s.rows <= s.layout.rows, "segment {i}: rows past the slot's end");
-        assert!((s.section.as_ptr() as usize).is_multiple_of(4), "segment {i}: misaligned");
+        if let Some(section) = s.section {
+            check_section(section, &s.layout);
+        }
         let start = s.first_row / TILE_ROWS * TILE_ROWS;
         let end = s.first_row + s.rows;
         blocks.extend((start..end).step_by(BLOCK_ROWS).map(|row| (i, row)));
     }
-    let out = match job.out {
-        ActivationsMut::F32(out) => Out::F32(out.as_mut_ptr()),
-        ActivationsMut::Bf16(out) => Out::Bf16(out.as_mut_ptr()),
-    };
-    Plan { segments: job.segments, positions: job.positions, out, blocks }
+    let AttentionJob { segments, positions } = job;
+    Planned { segments, positions, first_out, blocks, partials: None }
 }
 
-/// Gathers the query rows of one KV head: `[row][head in group][dim]`.
-fn gather(g: &Geometry, s: &SegmentView<'_>, rows: Rows, out: &mut Vec<f32>) {
-    let (width, run) = (g.heads * g.dim, g.group() * g.dim);
-    out.clear();
-    for row in rows.first..rows.first + rows.count {
-        out.extend_from_slice(&s.queries[row * width + rows.kv_head * run..][..run]);
+fn check_section(section: &[u8], layout: &KvLayout) {
+    assert!(section.len() >= layout.total_bytes(), "a section is too short for its rows");
+    assert!((section.as_ptr() as usize).is_multiple_of(4), "a section is misaligned");
+}
+
+impl<'a> Attention<'a> {
+    /// Plans `heads` query heads over the segments of every job.
+    ///
+    /// # Panics
+    /// If a segment does not fit its section or shapes disagree.
+    pub fn new(
+        isa: Isa,
+        precision: Precision,
+        heads: usize,
+        jobs: impl IntoIterator<Item = AttentionJob<'a>>,
+    ) -> Self {
+        let jobs: Vec<_> = jobs.into_iter().collect();
+        let shape = jobs.iter().find_map(|j| j.segments.first()).map(|s| s.layout.shape);
+        let (kv_heads, dim) = shape.map_or((1, 32), |s| (s.kv_heads, s.head_dim));
+        assert!(dim.is_multiple_of(32) && dim <= HEAD_DIM_MAX, "head dimension {dim}");
+        assert!(heads.is_multiple_of(kv_heads));
+        let g = Geometry { isa, precision, heads, kv_heads, dim };
+        let (mut plan, mut out_rows) = (Vec::new(), 0);
+        for job in jobs {
+            let rows = job.positions.len();
+            plan.push(planned(&g, job, out_rows));
+            out_rows += rows;
+        }
+        let mut plan = Self {
+            g,
+            jobs: plan,
+            rows: Vec::new(),
+            members: Vec::new(),
+            shared: Vec::new(),
+            partials: Vec::new(),
+            out_rows,
+        };
+        plan.cut();
+        plan
+    }
+
+    /// Cuts jobs into tasks.
+    fn cut(&mut self) {
+        let (mut len, g) = (0, self.g);
+        for (j, job) in self.jobs.iter_mut().enumerate() {
+            let rows = job.positions.len();
+            if rows <= SPLIT_CONTEXT_ROWS && job.blocks.len() > 1 {
+                job.partials = Some(len);
+                let partial = Partial::len(rows * g.group(), g.dim);
+                len += g.kv_heads * job.blocks.len() * partial;
+                self.members.extend((0..job.blocks.len()).map(|block| Member { job: j, block }));
+                continue;
+            }
+            for kv_head in 0..g.kv_heads {
+                for first in (0..rows).step_by(QUERY_ROWS) {
+                    let count = QUERY_ROWS.min(rows - first);
+                    self.rows.push((j, Rows { kv_head, first, count }));
+                }
+            }
+        }
+        self.partials.resize(len, 0.0);
+        // Stable: a job's blocks stay in order, and so do jobs.
+        let jobs = &self.jobs;
+        let place = |m: &Member| jobs[m.job].place(m.block, m.job);
+        self.members.sort_by_key(place);
+        let mut first = 0;
+        for same in self.members.chunk_by(|a, b| place(a) == place(b)) {
+            self.shared.push(first..first + same.len());
+            first += same.len();
+        }
+    }
+
+    /// Attention of every job in `layer`; `out` is `[query rows of all jobs][heads · head_dim]`, of
+    /// any type, whatever the precision.
+    ///
+    /// # Panics
+    /// If sizes disagree or the layer does not exist.
+    pub fn run<'i>(
+        &mut self,
+        layer: usize,
+        input: impl Fn(usize) -> LayerInput<'i> + Sync,
+        out: ActivationsMut<'_>,
+    ) {
+        let g = self.g;
+        assert_eq!(out.len(), self.out_rows * g.heads * g.dim, "output size");
+        for (j, job) in self.jobs.iter().enumerate() {
+            let LayerInput { own, queries } = input(j);
+            for s in &job.segments {
+                assert!(layer < s.layout.shape.layers, "layer {layer} does not exist");
+                let size = job.positions.len() * g.heads * g.dim;
+                assert_eq!(queries[s.rotation].len(), size, "query size");
+                if s.section.is_none() {
+                    check_section(own, &s.layout);
+                }
+            }
+        }
+        let out = match out {
+            ActivationsMut::F32(out) => Out::F32(out.as_mut_ptr()),
+            ActivationsMut::Bf16(out) => Out::Bf16(out.as_mut_ptr()),
+        };
+        let partials = self.partials.as_mut_ptr();
+        let layer = Layer { plan: self, layer, input: &input, out, partials };
+        let (layer, blocks) = (&layer, self.shared.len() * g.kv_heads);
+        team::for_each(self.rows.len() + blocks, |i| match i.checked_sub(blocks) {
+            Some(i) => layer.sequential(self.rows[i].0, self.rows[i].1),
+            // Blocks of one head after the other: they lie side by side.
+            None => layer.shared_block(i / self.shared.len(), i % self.shared.len()),
+        });
+        if blocks > 0 {
+            let heads = self.jobs.len() * g.kv_heads;
+            team::for_each(heads, |i| layer.merge_blocks(i / g.kv_heads, i % g.kv_heads));
+        }
+    }
+}
+
+impl Planned<'_> {
+    /// What tells rows of slots apart; a job's own rows are like no other's.
+    fn place(&self, block: usize, job: usize) -> (usize, usize, usize, usize) {
+        let (s, start) = self.block(block);
+        let end = s.first_row + s.rows;
+        let section = s.section.map_or(job, |section| section.as_ptr() as usize);
+        (section, start, s.first_row.max(start), end)
+    }
+
+    fn block(&self, block: usize) -> (&SegmentView<'_>, usize) {
+        let (segment, start) = self.blocks[block];
+        (&self.segments[segment], start)
     }
 }
 
@@ -162,66 +294,12 @@ struct Buffers {
     scratch: Box<Scratch>,
 }
 
-/// Runs `f` with the thread's buffers. They are taken out meanwhile, so that a task the thread
-/// steals while it waits inside `f` finds none and makes its own.
+/// Runs `f` with the thread's buffers. A task runs no other inside it.
 fn with_buffers(f: impl FnOnce(&mut Buffers)) {
     thread_local! {
-        static BUFFERS: RefCell<Option<Box<Buffers>>> = const { RefCell::new(None) };
+        static BUFFERS: RefCell<Buffers> = RefCell::default();
     }
-    let mut buffers = BUFFERS.take().unwrap_or_default();
-    f(&mut buffers);
-    BUFFERS.set(Some(buffers));
-}
-
-/// Some query rows of one KV head.
-#[derive(Clone, Copy)]
-struct Rows {
-    kv_head: usize,
-    first: usize,
-    count: usize,
-}
-
-fn block_partial(
-    g: &Geometry,
-    plan: &Plan<'_>,
-    at: (usize, usize),
-    rows: Rows,
-    (q, visible, scratch): (&[f32], &mut Vec<usize>, &mut Scratch),
-    partial: &mut Partial<'_>,
-) {
-    let (s, start) = (&plan.segments[at.0], at.1);
-    let kv_head = rows.kv_head;
-    let end = (s.first_row + s.rows - start).min(BLOCK_ROWS);
-    let lo = s.first_row.saturating_sub(start);
-    visible.clear();
-    for row in rows.first..rows.first + rows.count {
-        // Keys at or before the query's position, counted from the block's first row.
-        let seen = (plan.positions[row] + 1).saturating_sub(s.position).min(s.rows);
-        let below = (s.first_row + seen).saturating_sub(start).min(end);
-        visible.extend(std::iter::repeat_n(below, g.group()));
-    }
-    let offset = s.layout.dtype.bytes_of(start * g.dim);
-    let (mut k_scales, mut v_scales) = (std::ptr::null(), std::ptr::null());
-    if s.layout.dtype == KvDtype::Int8 {
-        let groups = s.layout.k_scale_offset(g.layer, kv_head) + start / GROUP_ROWS * g.dim * 2;
-        k_scales = s.section[groups..].as_ptr().cast();
-        v_scales =
-            s.section[s.layout.v_scale_offset(g.layer, kv_head) + start * 2..].as_ptr().cast();
-    }
-    let block = Block {
-        k: s.section[s.layout.k_offset(g.layer, kv_head) + offset..].as_ptr(),
-        v: s.section[s.layout.v_offset(g.layer, kv_head) + offset..].as_ptr(),
-        dtype: s.layout.dtype,
-        k_scales,
-        v_scales,
-        phase: start % GROUP_ROWS,
-        lo,
-        hi: end,
-    };
-    let queries = Queries { q, dim: g.dim, visible };
-    // SAFETY: `plan` checked that the segment's rows lie inside the section; blocks are padded to
-    // whole tiles there; the section is borrowed, so nobody writes it.
-    unsafe { attend_block(g.isa, g.precision, queries, block, scratch, partial) }
+    BUFFERS.with_borrow_mut(f);
 }
 
 /// Memory of the running total of `m` rows, none of which has seen anything yet.
@@ -233,60 +311,180 @@ fn empty_total(memory: &mut Vec<f32>, m: usize, dim: usize) -> Partial<'_> {
     total
 }
 
-fn store(g: &Geometry, plan: &Plan<'_>, rows: Rows, total: &Partial<'_>) {
-    let (width, group) = (g.heads * g.dim, g.group());
-    for m in 0..rows.count * group {
-        let (row, head) = (rows.first + m / group, rows.kv_head * group + m % group);
-        let at = row * width + head * g.dim;
-        // SAFETY: `out` has a row of `width` for each position (checked in `plan`), and this
-        // task alone owns these rows of this KV head.
-        unsafe {
-            match plan.out {
-                Out::F32(out) => store_row(g.isa, total, m, out.add(at)),
-                Out::Bf16(out) => store_row(g.isa, total, m, out.add(at)),
+impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
+    fn group(&self) -> usize {
+        self.plan.g.group()
+    }
+
+    /// Appends the query rows of one KV head, `[row][head in group][dim]`, rotated for a segment.
+    fn gather(&self, job: usize, segment: usize, rows: Rows, out: &mut Vec<f32>) {
+        let g = self.plan.g;
+        let (width, run) = (g.heads * g.dim, g.group() * g.dim);
+        let rotation = self.plan.jobs[job].segments[segment].rotation;
+        let queries = &(self.input)(job).queries[rotation];
+        for row in rows.first..rows.first + rows.count {
+            out.extend_from_slice(&queries[row * width + rows.kv_head * run..][..run]);
+        }
+    }
+
+    /// Appends for each query row the number of rows of a block it sees.
+    fn look(&self, job: usize, block: usize, rows: Rows, visible: &mut Vec<usize>) {
+        let job = &self.plan.jobs[job];
+        let (s, start) = job.block(block);
+        let end = (s.first_row + s.rows - start).min(BLOCK_ROWS);
+        for row in rows.first..rows.first + rows.count {
+            // Keys at or before the query's position, counted from the block's first row.
+            let seen = (job.positions[row] + 1).saturating_sub(s.position).min(s.rows);
+            let below = (s.first_row + seen).saturating_sub(start).min(end);
+            visible.extend(std::iter::repeat_n(below, self.group()));
+        }
+    }
+
+    /// One block of a job for query rows, of this job or of others that see the same rows.
+    fn block_partial(
+        &self,
+        (job, block): (usize, usize),
+        kv_head: usize,
+        (q, visible, scratch): (&[f32], &[usize], &mut Scratch),
+        partial: &mut Partial<'_>,
+    ) {
+        let g = self.plan.g;
+        let (s, start) = self.plan.jobs[job].block(block);
+        let section = s.section.unwrap_or_else(|| (self.input)(job).own);
+        let offset = s.layout.dtype.bytes_of(start * g.dim);
+        let (mut k_scales, mut v_scales) = (std::ptr::null(), std::ptr::null());
+        if s.layout.dtype == KvDtype::Int8 {
+            let groups =
+                s.layout.k_scale_offset(self.layer, kv_head) + start / GROUP_ROWS * g.dim * 2;
+            k_scales = section[groups..].as_ptr().cast();
+            let rows = s.layout.v_scale_offset(self.layer, kv_head) + start * 2;
+            v_scales = section[rows..].as_ptr().cast();
+        }
+        let block = Block {
+            k: section[s.layout.k_offset(self.layer, kv_head) + offset..].as_ptr(),
+            v: section[s.layout.v_offset(self.layer, kv_head) + offset..].as_ptr(),
+            dtype: s.layout.dtype,
+            k_scales,
+            v_scales,
+            phase: start % GROUP_ROWS,
+            lo: s.first_row.saturating_sub(start),
+            hi: (s.first_row + s.rows - start).min(BLOCK_ROWS),
+        };
+        let queries = Queries { q, dim: g.dim, visible };
+        // SAFETY: it has been checked that the segment's rows lie inside the section; blocks are
+        // padded to whole tiles there; the section is borrowed, so nobody writes it.
+        unsafe { attend_block(g.isa, g.precision, queries, block, scratch, partial) }
+    }
+
+    fn store(&self, job: usize, rows: Rows, total: &Partial<'_>) {
+        let (g, group) = (self.plan.g, self.group());
+        let first = self.plan.jobs[job].first_out + rows.first;
+        for m in 0..rows.count * group {
+            let (row, head) = (first + m / group, rows.kv_head * group + m % group);
+            let at = (row * g.heads + head) * g.dim;
+            // SAFETY: `out` has `heads · dim` for each query row of all jobs (checked in `run`),
+            // and this task alone owns these rows of this KV head.
+            unsafe {
+                match self.out {
+                    Out::F32(out) => store_row(g.isa, total, m, out.add(at)),
+                    Out::Bf16(out) => store_row(g.isa, total, m, out.add(at)),
+                }
             }
         }
     }
-}
 
-fn sequential(g: &Geometry, plan: &Plan<'_>, rows: Rows) {
-    let m = rows.count * g.group();
-    with_buffers(|b| {
-        let mut total = empty_total(&mut b.total, m, g.dim);
-        b.partial.resize(Partial::len(m, g.dim), 0.0);
-        let mut partial = Partial::new(&mut b.partial, m);
-        let mut segment = usize::MAX;
-        for &at in &plan.blocks {
-            if segment != at.0 {
-                segment = at.0;
-                gather(g, &plan.segments[segment], rows, &mut b.queries);
-            }
-            let memory = (&b.queries[..], &mut b.visible, &mut *b.scratch);
-            block_partial(g, plan, at, rows, memory, &mut partial);
-            // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
-            unsafe { merge(g.isa, &mut total, &partial) };
-        }
-        store(g, plan, rows, &total);
-    });
-}
-
-fn split_over_context(g: &Geometry, plan: &Plan<'_>, rows: Rows) {
-    let m = rows.count * g.group();
-    let mut queries = vec![Vec::new(); plan.segments.len()];
-    plan.segments.iter().zip(&mut queries).for_each(|(s, q)| gather(g, s, rows, q));
-    let len = Partial::len(m, g.dim);
-    let mut partials = vec![0.0; plan.blocks.len() * len];
-    partials.par_chunks_exact_mut(len).zip(&plan.blocks).for_each(|(memory, &at)| {
+    /// Some query rows of a job, block after block.
+    fn sequential(&self, job: usize, rows: Rows) {
+        let (g, m) = (self.plan.g, rows.count * self.group());
         with_buffers(|b| {
-            let memory_of_block = (&queries[at.0][..], &mut b.visible, &mut *b.scratch);
-            block_partial(g, plan, at, rows, memory_of_block, &mut Partial::new(memory, m));
+            let mut total = empty_total(&mut b.total, m, g.dim);
+            b.partial.resize(Partial::len(m, g.dim), 0.0);
+            let mut partial = Partial::new(&mut b.partial, m);
+            let mut last = usize::MAX;
+            for (block, (segment, _)) in self.plan.jobs[job].blocks.iter().enumerate() {
+                if last != *segment {
+                    last = *segment;
+                    b.queries.clear();
+                    self.gather(job, last, rows, &mut b.queries);
+                }
+                b.visible.clear();
+                self.look(job, block, rows, &mut b.visible);
+                let memory = (&b.queries[..], &b.visible[..], &mut *b.scratch);
+                self.block_partial((job, block), rows.kv_head, memory, &mut partial);
+                // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
+                unsafe { merge(g.isa, &mut total, &partial) };
+            }
+            self.store(job, rows, &total);
         });
-    });
-    let mut memory = Vec::new();
-    let mut total = empty_total(&mut memory, m, g.dim);
-    for partial in partials.chunks_exact_mut(len) {
-        // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
-        unsafe { merge(g.isa, &mut total, &Partial::new(partial, m)) };
     }
-    store(g, plan, rows, &total);
+
+    /// All query rows of a job, of one KV head.
+    fn all_rows(&self, job: usize, kv_head: usize) -> Rows {
+        Rows { kv_head, first: 0, count: self.plan.jobs[job].positions.len() }
+    }
+
+    /// Memory of a partial of a job that is split over context.
+    ///
+    /// # Safety
+    /// Nobody else uses this block's partial meanwhile.
+    #[expect(clippy::mut_from_ref, reason = "the contract says who may")]
+    unsafe fn partial(&self, at: usize, job: usize, kv_head: usize, block: usize) -> Partial<'_> {
+        let (g, job) = (self.plan.g, &self.plan.jobs[job]);
+        let m = job.positions.len() * g.group();
+        let len = Partial::len(m, g.dim);
+        let at = at + (kv_head * job.blocks.len() + block) * len;
+        // SAFETY: `cut` has made room for the partials of every block and head; the caller's
+        // contract keeps them apart.
+        Partial::new(unsafe { std::slice::from_raw_parts_mut(self.partials.add(at), len) }, m)
+    }
+
+    /// Partials of one block for every job that sees it.
+    fn shared_block(&self, kv_head: usize, shared: usize) {
+        let g = self.plan.g;
+        let members = &self.plan.members[self.plan.shared[shared].clone()];
+        let first = members[0];
+        with_buffers(|b| {
+            b.queries.clear();
+            b.visible.clear();
+            for m in members {
+                let (rows, segment) =
+                    (self.all_rows(m.job, kv_head), self.plan.jobs[m.job].blocks[m.block].0);
+                self.gather(m.job, segment, rows, &mut b.queries);
+                self.look(m.job, m.block, rows, &mut b.visible);
+            }
+            let m = b.visible.len();
+            b.partial.resize(Partial::len(m, g.dim), 0.0);
+            let mut partial = Partial::new(&mut b.partial, m);
+            let memory = (&b.queries[..], &b.visible[..], &mut *b.scratch);
+            self.block_partial((first.job, first.block), kv_head, memory, &mut partial);
+            let mut row = 0;
+            for m in members {
+                let Some(at) = self.plan.jobs[m.job].partials else { continue };
+                // SAFETY: one task has this block of this head.
+                let part = unsafe { self.partial(at, m.job, kv_head, m.block) };
+                let rows = row..row + part.max.len();
+                part.out.copy_from_slice(&partial.out[rows.start * g.dim..rows.end * g.dim]);
+                part.max.copy_from_slice(&partial.max[rows.clone()]);
+                part.sum.copy_from_slice(&partial.sum[rows.clone()]);
+                row = rows.end;
+            }
+        });
+    }
+
+    /// Merges the partials of a job that is split over context.
+    fn merge_blocks(&self, job: usize, kv_head: usize) {
+        let (g, planned) = (self.plan.g, &self.plan.jobs[job]);
+        let Some(at) = planned.partials else { return };
+        let rows = self.all_rows(job, kv_head);
+        with_buffers(|b| {
+            let mut total = empty_total(&mut b.total, rows.count * self.group(), g.dim);
+            for block in 0..planned.blocks.len() {
+                // SAFETY: one task has this job and head; all blocks are done.
+                let partial = unsafe { self.partial(at, job, kv_head, block) };
+                // SAFETY: both are partials of as many rows of `dim`, a multiple of 32.
+                unsafe { merge(g.isa, &mut total, &partial) };
+            }
+            self.store(job, rows, &total);
+        });
+    }
 }

@@ -1,7 +1,5 @@
 //! Linear layers: `C (+)= A · Wᵀ`.
 
-use rayon::prelude::*;
-
 use crate::activations::{Activations, ActivationsMut, Stored};
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
@@ -9,6 +7,7 @@ use crate::micro::{self, Operands, Strides};
 use crate::packed::{PANEL, Packed, PackedMatrix};
 use crate::pointwise::silu_mul;
 use crate::product::{DotBf16, Exact, Product};
+use crate::team;
 
 /// Rows a task takes at once; 96 rows of 1,536 f32 are 576 KiB, inside a 1 MiB L2.
 const ROW_BLOCK: usize = 96;
@@ -106,7 +105,7 @@ fn product<P: Product>(
         })
         .collect();
     // SAFETY: tasks cover disjoint row and column ranges of C, all inside the checked slices.
-    tasks.par_iter().for_each(|task| unsafe { run(isa, task) });
+    team::for_each(tasks.len(), |i| unsafe { run(isa, &tasks[i]) });
 }
 
 fn either(isa: Isa, a: &Activations, w: &PackedMatrix, c: &mut [f32], accumulate: bool) {
@@ -230,7 +229,7 @@ fn gated_product<P: Gated>(
         .collect();
     // SAFETY: tasks cover disjoint row and column ranges of the output, all inside the checked
     // slices.
-    tasks.par_iter().for_each(|task| unsafe { run_gated(isa, task) });
+    team::for_each(tasks.len(), |i| unsafe { run_gated(isa, &tasks[i]) });
 }
 
 /// `out[m][n] = silu(a · gateᵀ) · (a · upᵀ)`, element by element, without either product ever

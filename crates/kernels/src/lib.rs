@@ -8,7 +8,7 @@
 //! are compared with the plain f64 code in [`reference`].
 //!
 //! Unsafe lives here because of SIMD loads over packed memory. Which thread calls does not
-//! matter; parallel sections run on the caller's rayon pool.
+//! matter; parallel sections run on the [`team`] it has installed.
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod activations;
@@ -31,11 +31,12 @@ mod rope;
 mod rows;
 mod scores;
 mod softmax;
+pub mod team;
 mod totals;
 mod values;
 
 pub use activations::{Activations, ActivationsMut};
-pub use attention::{AttentionJob, SegmentView, attend};
+pub use attention::{Attention, AttentionJob, LayerInput, SegmentView};
 pub use block::HEAD_DIM_MAX;
 pub use gemm::{gemm, gemm_add, gemm_gated};
 pub use isa::Isa;

@@ -3,11 +3,11 @@
 use std::time::Instant;
 
 use matkv_types::Precision;
-use rayon::prelude::*;
 
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
 use crate::product::{DotBf16, Exact, Product};
+use crate::team;
 
 /// Chains that run side by side: more than latency times throughput on every known core.
 const CHAINS: usize = 16;
@@ -42,10 +42,10 @@ dispatch! {
 }
 
 fn measure<P: Product>(isa: Isa, a: P::A, b: P::B) -> f64 {
-    let threads = rayon::current_num_threads();
+    let threads = team::threads();
     let best = (0..4).map(|_| {
         let started = Instant::now();
-        (0..threads).into_par_iter().with_max_len(1).for_each(|_| {
+        team::for_each(threads, |_| {
             let mut run = Run::<P> { a: [a; 2], b: [b; 2 * LANES], out: [0.0; LANES] };
             // SAFETY: `isa` is one this CPU has; nothing else is asked for.
             unsafe { chains(isa, &mut run) };
@@ -57,7 +57,7 @@ fn measure<P: Product>(isa: Isa, a: P::A, b: P::B) -> f64 {
     work / best.fold(f64::INFINITY, f64::min)
 }
 
-/// Floating-point operations a second on registers, all threads of the pool together.
+/// Floating-point operations a second on registers, all threads of the team together.
 pub fn peak_flops(isa: Isa, precision: Precision) -> f64 {
     match precision {
         Precision::Exact => measure::<Exact<f32>>(isa, 1.0, 1.0),

@@ -1,10 +1,9 @@
 //! Row-wise steps between matrix products.
 
-use rayon::prelude::*;
-
 use crate::activations::{Activations, ActivationsMut, Stored};
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
+use crate::team;
 
 /// Rows one parallel task takes; fewer rows run on the calling thread.
 const ROWS_PER_TASK: usize = 16;
@@ -13,7 +12,7 @@ fn for_each_row<T: Send>(out: &mut [T], width: usize, f: impl Fn(usize, &mut [T]
     if out.len() <= width * ROWS_PER_TASK {
         out.chunks_exact_mut(width).enumerate().for_each(|(i, row)| f(i, row));
     } else {
-        out.par_chunks_mut(width * ROWS_PER_TASK).enumerate().for_each(|(task, rows)| {
+        team::for_each_part(out, width * ROWS_PER_TASK, |task, rows| {
             for (i, row) in rows.chunks_exact_mut(width).enumerate() {
                 f(task * ROWS_PER_TASK + i, row);
             }

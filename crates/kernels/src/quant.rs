@@ -6,12 +6,12 @@
 //! block's largest value.
 
 use half::f16;
-use rayon::prelude::*;
 
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
 use crate::pointwise::silu_mul;
 use crate::quantize::quantize;
+use crate::team;
 
 /// Elements that share a scale.
 pub const QUANT_BLOCK: usize = 32;
@@ -400,7 +400,7 @@ fn product(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32], accumulate: 
     let tiles = w.padded_n() / TILE;
     let tile_bytes = w.k / QUANT_BLOCK * w.tile_bytes();
     // As many tasks for each thread: which columns a task has changes no bit of them.
-    let threads = rayon::current_num_threads();
+    let threads = team::threads();
     let rounds = (tiles * tile_bytes).div_ceil(threads * TASK_BYTES).max(1);
     let per_task = tiles.div_ceil(threads * rounds).next_multiple_of(2);
     let c = c.as_mut_ptr();
@@ -409,7 +409,7 @@ fn product(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32], accumulate: 
         .map(|first| Task { rows: a, w, first, tiles: per_task.min(tiles - first), c, accumulate })
         .collect();
     // SAFETY: tasks cover disjoint columns of C, all inside the checked slice.
-    tasks.par_iter().for_each(|task| unsafe { run(isa, task) });
+    team::for_each(tasks.len(), |i| unsafe { run(isa, &tasks[i]) });
 }
 
 /// `c[m][padded_n] = a[m][k] · wᵀ`; columns past `n` are zero.

@@ -1,7 +1,8 @@
 //! Writing rows into a KV section, and reading single elements back (for tests and encoders).
 
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, bf16_to_f32, f32_to_bf16};
-use rayon::prelude::*;
+
+use crate::team;
 
 /// Up to this many rows are written by the calling thread.
 const SERIAL_ROWS: usize = 16;
@@ -85,7 +86,7 @@ pub struct NewRows<'a> {
     pub stride: usize,
 }
 
-/// Writes K and V of rows `at` into a KV section, heads side by side on the caller's pool.
+/// Writes K and V of rows `at` into a KV section, heads side by side on the caller's team.
 ///
 /// # Panics
 /// As [`write_rows`].
@@ -101,7 +102,7 @@ pub fn append_rows(
     assert!(at.iter().all(|&row| row < layout.rows), "a row past the section's end");
     let first = layout.k_offset(layer, 0);
     let blocks = &mut section[first..first + heads * 2 * layout.block_bytes()];
-    let write = |(i, block): (usize, &mut [u8])| {
+    let write = |i: usize, block: &mut [u8]| {
         let rows = if i % 2 == 0 { k } else { v };
         let index = if i % 2 == 0 { k_index } else { v_index };
         for (n, &row) in at.iter().enumerate() {
@@ -112,9 +113,10 @@ pub fn append_rows(
         }
     };
     if at.len() > SERIAL_ROWS {
-        blocks.par_chunks_exact_mut(layout.block_bytes()).enumerate().for_each(write);
+        team::for_each_part(blocks, layout.block_bytes(), write);
     } else {
-        blocks.chunks_exact_mut(layout.block_bytes()).enumerate().for_each(write);
+        let blocks = blocks.chunks_exact_mut(layout.block_bytes()).enumerate();
+        blocks.for_each(|(i, block)| write(i, block));
     }
 }
 

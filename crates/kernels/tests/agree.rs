@@ -5,7 +5,7 @@ mod common;
 use common::{Case, Seg, poison, rng, section, tolerance, vector};
 use matkv_kernels::{
     Activations, ActivationsMut, Isa, PackedMatrix, RopeStyle, RotaryEmbedding, gemm, gemm_add,
-    gemm_gated, reference, rms_norm,
+    gemm_gated, reference, rms_norm, team,
 };
 use matkv_types::{KvDtype, KvShape, Precision, bf16_to_f32, f32_to_bf16};
 use proptest::prelude::*;
@@ -197,7 +197,7 @@ proptest! {
         let (isa, p) = (Isa::detect(), precision(p));
         let mut case = random_case(seed, DTYPES[dtype], 3, 2, 64);
         let together = case.run(isa, p);
-        let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let one = team::Team::new(1, "one", |_| {}).unwrap();
         prop_assert_eq!(bits(&together), bits(&one.install(|| case.run(isa, p))));
         let width = case.heads * 64;
         let (positions, q) = (case.positions.clone(), case.q.clone());

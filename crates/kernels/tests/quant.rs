@@ -1,6 +1,8 @@
 //! Products with 4- and 8-bit weights against plain f64 over the weights the file means.
 
-use matkv_kernels::{Isa, QUANT_BLOCK, QuantKind, QuantMatrix, QuantRows, quant_gemm, reference};
+use matkv_kernels::{
+    Isa, QUANT_BLOCK, QuantKind, QuantMatrix, QuantRows, quant_gemm, reference, team,
+};
 use proptest::prelude::*;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -129,7 +131,7 @@ proptest! {
         let x = vector(&mut r, m * k);
         let isa = Isa::detect();
         let together = product(isa, &x, &w);
-        let one = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let one = team::Team::new(1, "one", |_| {}).unwrap();
         prop_assert_eq!(bits(&together), bits(&one.install(|| product(isa, &x, &w))));
         for i in 0..m {
             let alone = product(isa, &x[i * k..(i + 1) * k], &w);

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use matkv_config::Config;
-use matkv_model::{LanguageModel, ModelHeader, PULLABLE, Phase, PromptTexts, model_path};
+use matkv_model::{LanguageModel, ModelHeader, PULLABLE, Phase, PromptTexts, Team, model_path};
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
 use matkv_store::{Identity, Store};
@@ -34,7 +34,7 @@ pub(crate) struct Opened {
     pub core: Arc<Core>,
     pub header: Arc<Header>,
     pub segment: Segment,
-    pub pool: rayon::ThreadPool,
+    pub team: Team,
     pub prefix: Arc<ChunkSlot>,
     pub runtime_lock: Option<FileLock>,
     pub child: Option<DecoderChild>,
@@ -80,8 +80,8 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let segment = Segment::create(&segment_name(&config.runtime_dir), geometry.segment_bytes())?;
     let header = Header::initialize(segment.region(), geometry, fingerprint, 0)?;
     let arena = Arena::new(segment.region(), geometry.arena());
-    let pool = compute_pool(config)?;
-    let prefix = pool.install(|| compile_prefix(&model, &prefix_tokens, &arena))?;
+    let team = compute_team(config)?;
+    let prefix = team.install(|| compile_prefix(&model, &prefix_tokens, &arena))?;
     let chunker = Chunker::new(config.chunk_size, config.chunk_overlap).map_err(|e| setup(&e))?;
     tracing::info!(
         "model {} ({} packed), prefix of {} tokens, fingerprint {}",
@@ -111,12 +111,12 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         self_test: SelfTest::new(&model, fingerprint).map_err(LoaderError::Setup)?,
         rates: Rates::default(),
     };
-    pool.install(|| SelfTest::prepare(&core, &prefix));
+    team.install(|| SelfTest::prepare(&core, &prefix));
     Ok(Opened {
         core: Arc::new(core),
         header: Arc::new(header),
         segment,
-        pool,
+        team,
         prefix: Arc::new(prefix),
         runtime_lock: Some(runtime_lock),
         child,
@@ -155,12 +155,9 @@ fn identity(model: &LanguageModel, prefix: &[u32], config: &Config) -> Identity 
     }
 }
 
-fn compute_pool(config: &Config) -> Result<rayon::ThreadPool, LoaderError> {
-    rayon::ThreadPoolBuilder::new()
-        .num_threads(Config::threads(config.loader_threads))
-        .thread_name(|i| format!("compute-{i}"))
-        .build()
-        .map_err(|e| LoaderError::Setup(e.to_string()))
+fn compute_team(config: &Config) -> Result<Team, LoaderError> {
+    Team::new(Config::threads(config.loader_threads), "compute", |_| {})
+        .map_err(|e| LoaderError::Setup(format!("compute threads: {e}")))
 }
 
 /// The prefix of every prompt, if it leaves room for a chunk.

@@ -4,11 +4,10 @@
 //! over its own segments. Nothing is concatenated: segments are read where they lie.
 
 use matkv_kernels::{
-    AttentionJob, Isa, NewRows, RopeAngles, SegmentView, append_rows, attend, rms_norm,
-    rotate_heads,
+    Attention, AttentionJob, Isa, LayerInput, NewRows, RopeAngles, SegmentView, append_rows,
+    rms_norm, rotate_heads, team,
 };
 use matkv_types::{KvLayout, Precision};
-use rayon::prelude::*;
 
 use crate::config::LlamaConfig;
 use crate::linear::{Input, Linear};
@@ -73,11 +72,51 @@ pub(crate) struct Arithmetic {
     pub precision: Precision,
 }
 
-/// Queries of a step rotated for one shift.
-struct Rotation {
-    shift: i64,
-    angles: RopeAngles,
-    queries: Vec<f32>,
+/// The shifts that a step's segments have, and its queries rotated for each.
+struct Rotations {
+    shifts: Vec<i64>,
+    angles: Vec<RopeAngles>,
+    queries: Vec<Vec<f32>>,
+}
+
+impl Rotations {
+    fn new(c: &LlamaConfig, step: &Step<'_>) -> Self {
+        let mut shifts = Vec::new();
+        for segment in step.segments {
+            if !shifts.contains(&segment.shift) {
+                shifts.push(segment.shift);
+            }
+        }
+        let at = |shift: &i64| {
+            let shift = *shift;
+            c.rope.angles(step.rows.iter().map(move |r| r.position as i64 - shift))
+        };
+        let angles = shifts.iter().map(at).collect();
+        let queries = vec![vec![0.0; step.rows.len() * c.heads * c.head_dim]; shifts.len()];
+        Self { shifts, angles, queries }
+    }
+
+    /// What attention reads of a step.
+    fn job<'s>(&self, step: &Step<'s>) -> AttentionJob<'s> {
+        let view = |segment: &Segment<'s>| {
+            let (section, layout) = match segment.source {
+                Source::Own => (None, step.own_layout),
+                Source::Slot(section, layout) => (Some(section), layout),
+            };
+            SegmentView {
+                section,
+                layout,
+                first_row: segment.first_row,
+                rows: segment.rows,
+                position: segment.position,
+                rotation: self.shifts.iter().position(|s| *s == segment.shift).unwrap_or(0),
+            }
+        };
+        AttentionJob {
+            segments: step.segments.iter().map(view).collect(),
+            positions: step.rows.iter().map(|r| r.position).collect(),
+        }
+    }
 }
 
 /// Results between matrix products, all rows together; memory every layer uses again.
@@ -92,12 +131,11 @@ struct Buffers {
 
 struct Pass<'a> {
     isa: Isa,
-    precision: Precision,
     c: &'a LlamaConfig,
     w: &'a LlamaWeights,
-    rotations: Vec<Vec<Rotation>>,
+    attention: Attention<'a>,
+    rotations: Vec<Rotations>,
     own_angles: Vec<RopeAngles>,
-    positions: Vec<Vec<usize>>,
     own_rows: Vec<Vec<usize>>,
     buffers: Buffers,
 }
@@ -137,7 +175,7 @@ impl<'a> Pass<'a> {
         Arithmetic { isa, precision }: Arithmetic,
         c: &'a LlamaConfig,
         w: &'a LlamaWeights,
-        steps: &[Step<'_>],
+        steps: &[Step<'a>],
     ) -> Self {
         let rows: usize = steps.iter().map(|s| s.rows.len()).sum();
         let qkv_width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
@@ -149,32 +187,18 @@ impl<'a> Pass<'a> {
             gate_up: Vec::new(),
             gated: Input::zeros(w.kept, rows * c.ffn),
         };
-        let rotations = steps.iter().map(|step| {
-            let mut list: Vec<Rotation> = Vec::new();
-            for segment in step.segments {
-                if list.iter().all(|r| r.shift != segment.shift) {
-                    let at = step.rows.iter().map(|r| r.position as i64 - segment.shift);
-                    let queries = vec![0.0; step.rows.len() * c.heads * c.head_dim];
-                    list.push(Rotation {
-                        shift: segment.shift,
-                        angles: c.rope.angles(at),
-                        queries,
-                    });
-                }
-            }
-            list
-        });
+        let rotations: Vec<_> = steps.iter().map(|step| Rotations::new(c, step)).collect();
+        let jobs = steps.iter().zip(&rotations).map(|(step, rotations)| rotations.job(step));
         Self {
             isa,
-            precision,
             c,
             w,
-            rotations: rotations.collect(),
+            attention: Attention::new(isa, precision, c.heads, jobs),
+            rotations,
             own_angles: steps
                 .iter()
                 .map(|s| c.rope.angles(s.rows.iter().map(|r| r.position as i64)))
                 .collect(),
-            positions: steps.iter().map(|s| s.rows.iter().map(|r| r.position).collect()).collect(),
             own_rows: steps.iter().map(|s| s.rows.iter().map(|r| r.row).collect()).collect(),
             buffers,
         }
@@ -225,44 +249,18 @@ impl<'a> Pass<'a> {
         let c = self.c;
         let q = c.heads * c.head_dim;
         let scale = 1.0 / (c.head_dim as f32).sqrt();
-        for rotation in &mut self.rotations[s] {
-            let angles = &rotation.angles;
-            for_each_row(&mut rotation.queries, q, qkv, width, |i, out, x| {
+        let Rotations { angles, queries, .. } = &mut self.rotations[s];
+        for (angles, queries) in angles.iter().zip(queries) {
+            for_each_row(queries, q, qkv, width, |i, out, x| {
                 rotate_heads(c.rope.style, angles, i, &x[..q], scale, out);
             });
         }
     }
 
     fn attend(&mut self, layer: usize, steps: &[Step<'_>]) {
-        let c = self.c;
-        let width = c.heads * c.head_dim;
-        let mut out = self.buffers.attended.values.as_mut();
-        let mut jobs = Vec::with_capacity(steps.len());
-        for (s, step) in steps.iter().enumerate() {
-            let (mine, rest) = out.split_at_mut(step.rows.len() * width);
-            out = rest;
-            let segments = step.segments.iter().map(|segment| {
-                let (section, layout) = match segment.source {
-                    Source::Own => (&*step.own, step.own_layout),
-                    Source::Slot(section, layout) => (section, layout),
-                };
-                let rotation = self.rotations[s].iter().find(|r| r.shift == segment.shift);
-                SegmentView {
-                    section,
-                    layout,
-                    first_row: segment.first_row,
-                    rows: segment.rows,
-                    position: segment.position,
-                    queries: rotation.map_or(&[], |r| &r.queries),
-                }
-            });
-            jobs.push(AttentionJob {
-                segments: segments.collect(),
-                positions: &self.positions[s],
-                out: mine,
-            });
-        }
-        attend(self.isa, self.precision, layer, c.heads, jobs);
+        let rotations = &self.rotations;
+        let input = |s: usize| LayerInput { own: steps[s].own, queries: &rotations[s].queries };
+        self.attention.run(layer, input, self.buffers.attended.values.as_mut());
     }
 
     /// `x += Wdown · (silu(Wgate · n) · (Wup · n))`, `n = norm(x)`.
@@ -292,8 +290,8 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Calls `f` with every row of `out` and the row of `input` it is made of; many rows run on the
-/// pool.
+/// Calls `f` with every row of `out` and the row of `input` it is made of; many rows are shared
+/// out.
 fn for_each_row(
     out: &mut [f32],
     width: usize,
@@ -302,11 +300,11 @@ fn for_each_row(
     f: impl Fn(usize, &mut [f32], &[f32]) + Sync,
 ) {
     if out.len() > ROWS_PER_TASK * width {
-        out.par_chunks_exact_mut(width)
-            .zip(input.par_chunks_exact(input_width))
-            .with_min_len(ROWS_PER_TASK)
-            .enumerate()
-            .for_each(|(i, (out, x))| f(i, out, x));
+        team::for_each_part(out, ROWS_PER_TASK * width, |task, out| {
+            let input = &input[task * ROWS_PER_TASK * input_width..];
+            let rows = out.chunks_exact_mut(width).zip(input.chunks_exact(input_width));
+            rows.enumerate().for_each(|(i, (out, x))| f(task * ROWS_PER_TASK + i, out, x));
+        });
     } else {
         let rows = out.chunks_exact_mut(width).zip(input.chunks_exact(input_width));
         rows.enumerate().for_each(|(i, (out, x))| f(i, out, x));

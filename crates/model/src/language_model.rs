@@ -176,7 +176,7 @@ impl LanguageModel {
 
     /// Runs new rows of some sequences; returns logits of the steps that ask for them.
     ///
-    /// Parallel work runs on the rayon pool of the calling thread.
+    /// Parallel work runs on the team the calling thread has installed.
     pub fn forward(&self, steps: &mut [Step<'_>]) -> Vec<Vec<f32>> {
         self.forward_while(steps, &mut || true).unwrap_or_default()
     }

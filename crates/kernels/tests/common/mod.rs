@@ -3,8 +3,8 @@
 
 use matkv_kernels::reference::{Row, attention, rotate};
 use matkv_kernels::{
-    ActivationsMut, AttentionJob, Isa, RotaryEmbedding, SegmentView, attend, read_k, read_v,
-    rotate_heads, write_rows,
+    ActivationsMut, Attention, AttentionJob, Isa, LayerInput, RotaryEmbedding, SegmentView, read_k,
+    read_v, rotate_heads, write_rows,
 };
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, KvShape, Precision, bf16_to_f32, f32_to_bf16};
 use rand::rngs::StdRng;
@@ -160,23 +160,28 @@ impl Case {
         out
     }
 
+    /// What attention takes, every segment with a rotation of its own.
+    pub fn job(&self) -> AttentionJob<'_> {
+        let segments = self.segs.iter().enumerate().map(|(rotation, s)| SegmentView {
+            section: Some(&s.bytes),
+            layout: s.layout,
+            first_row: s.first_row,
+            rows: s.rows,
+            position: s.position,
+            rotation,
+        });
+        AttentionJob { segments: segments.collect(), positions: self.positions.clone() }
+    }
+
+    pub fn queries(&self) -> Vec<Vec<f32>> {
+        self.segs.iter().map(|s| self.rotated(s)).collect()
+    }
+
     pub fn run_into(&self, isa: Isa, precision: Precision, out: ActivationsMut<'_>) {
-        let rotated: Vec<Vec<f32>> = self.segs.iter().map(|s| self.rotated(s)).collect();
-        let segments = self
-            .segs
-            .iter()
-            .zip(&rotated)
-            .map(|(s, q)| SegmentView {
-                section: &s.bytes,
-                layout: s.layout,
-                first_row: s.first_row,
-                rows: s.rows,
-                position: s.position,
-                queries: q,
-            })
-            .collect();
-        let job = AttentionJob { segments, positions: &self.positions, out };
-        attend(isa, precision, self.layer, self.heads, vec![job]);
+        let queries = self.queries();
+        let input = LayerInput { own: &[], queries: &queries };
+        let mut attention = Attention::new(isa, precision, self.heads, [self.job()]);
+        attention.run(self.layer, |_| input, out);
     }
 
     /// The query of one segment in f64. Where attention takes bf16 queries, their rounding is
