@@ -1,8 +1,11 @@
-//! Attention over stored rows of each type, median time of a layer: `cargo bench --bench attention`.
+//! Attention over stored rows of each type, median time of a layer:
+//! `cargo bench --bench attention`.
 
 use std::time::Instant;
 
-use matkv_kernels::{Activations, Attention, AttentionJob, Isa, LayerInput, SegmentView, team};
+use matkv_kernels::{
+    Activations, Attention, AttentionJob, Isa, LayerInput, Section, SegmentView, team,
+};
 use matkv_types::{KvDtype, KvLayout, KvShape, Precision, f32_to_bf16};
 
 /// SmolLM2-135M: its layers in turn, so that one query finds nothing in a cache.
@@ -37,7 +40,7 @@ fn main() {
                 let mut out = Activations::zeros(precision, rows * width);
                 let mut all = Vec::new();
                 let view = SegmentView {
-                    section: Some(&section),
+                    section: Section::Whole(&section),
                     layout,
                     first_row: 0,
                     rows: CONTEXT,

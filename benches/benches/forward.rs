@@ -1,6 +1,6 @@
 //! Tokens per second of prefill and decode in both precisions:
-//! `cargo bench --bench forward -- MODEL.gguf`, or in one: `… -- MODEL.gguf bf16`, or at one length:
-//! `… -- MODEL.gguf bf16 4096`.
+//! `cargo bench --bench forward -- MODEL.gguf`, or in one: `… -- MODEL.gguf bf16`, or at one
+//! length: `… -- MODEL.gguf bf16 4096`.
 
 use std::time::Instant;
 

@@ -44,6 +44,6 @@ impl Engine for LanguageModel {
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut() -> bool,
     ) -> Option<Vec<Vec<f32>>> {
-        self.forward_while(steps, go_on)
+        self.forward_while(steps, &mut |_| go_on())
     }
 }

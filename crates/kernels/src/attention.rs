@@ -24,12 +24,28 @@ const QUERY_ROWS: usize = 16;
 /// Up to this many query rows, work is split over context instead of over rows.
 const SPLIT_CONTEXT_ROWS: usize = 4;
 
+/// A KV section whose layers are there one after the other.
+pub trait Layers: Sync {
+    /// The bytes of a layer; it is asked for when the layer before has been computed.
+    fn layer(&self, layer: usize) -> &[u8];
+}
+
+/// Where rows lie.
+#[derive(Clone, Copy)]
+pub enum Section<'a> {
+    /// In the job's own section, which is written between layers.
+    Own,
+    /// In this one.
+    Whole(&'a [u8]),
+    /// In these.
+    Layers(&'a dyn Layers),
+}
+
 /// A run of KV rows.
 #[derive(Clone, Copy)]
 pub struct SegmentView<'a> {
-    /// The KV section of the slot the rows lie in; none if it is the job's own, which is written
-    /// between layers.
-    pub section: Option<&'a [u8]>,
+    /// The KV section the rows lie in.
+    pub section: Section<'a>,
     /// The section's arithmetic.
     pub layout: KvLayout,
     /// First row of the run.
@@ -143,8 +159,8 @@ fn planned<'a>(g: &Geometry, job: AttentionJob<'a>, first_out: usize) -> Planned
         assert!(same, "segment {i}: another shape");
         assert!(s.layout.dtype.in_arena() == s.layout.dtype, "segment {i}: not an arena form");
         assert!(s.first_row + s.rows <= s.layout.rows, "segment {i}: rows past the slot's end");
-        if let Some(section) = s.section {
-            check_section(section, &s.layout);
+        if let Section::Whole(section) = s.section {
+            check_section(section, s.layout.total_bytes());
         }
         let start = s.first_row / TILE_ROWS * TILE_ROWS;
         let end = s.first_row + s.rows;
@@ -154,8 +170,8 @@ fn planned<'a>(g: &Geometry, job: AttentionJob<'a>, first_out: usize) -> Planned
     Planned { segments, positions, first_out, blocks, partials: None }
 }
 
-fn check_section(section: &[u8], layout: &KvLayout) {
-    assert!(section.len() >= layout.total_bytes(), "a section is too short for its rows");
+fn check_section(section: &[u8], bytes: usize) {
+    assert!(section.len() >= bytes, "a section is too short for its rows");
     assert!((section.as_ptr() as usize).is_multiple_of(4), "a section is misaligned");
 }
 
@@ -245,8 +261,10 @@ impl<'a> Attention<'a> {
                 assert!(layer < s.layout.shape.layers, "layer {layer} does not exist");
                 let size = job.positions.len() * g.heads * g.dim;
                 assert_eq!(queries[s.rotation].len(), size, "query size");
-                if s.section.is_none() {
-                    check_section(own, &s.layout);
+                match s.section {
+                    Section::Own => check_section(own, s.layout.total_bytes()),
+                    Section::Layers(l) => check_section(l.layer(layer), s.layout.layer_stride()),
+                    Section::Whole(_) => {}
                 }
             }
         }
@@ -274,7 +292,11 @@ impl Planned<'_> {
     fn place(&self, block: usize, job: usize) -> (usize, usize, usize, usize) {
         let (s, start) = self.block(block);
         let end = s.first_row + s.rows;
-        let section = s.section.map_or(job, |section| section.as_ptr() as usize);
+        let section = match s.section {
+            Section::Own => job,
+            Section::Whole(section) => section.as_ptr() as usize,
+            Section::Layers(layers) => std::ptr::from_ref(layers).addr(),
+        };
         (section, start, s.first_row.max(start), end)
     }
 
@@ -350,19 +372,23 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
     ) {
         let g = self.plan.g;
         let (s, start) = self.plan.jobs[job].block(block);
-        let section = s.section.unwrap_or_else(|| (self.input)(job).own);
+        let (section, before) = match s.section {
+            Section::Own => ((self.input)(job).own, 0),
+            Section::Whole(section) => (section, 0),
+            Section::Layers(l) => (l.layer(self.layer), self.layer * s.layout.layer_stride()),
+        };
         let offset = s.layout.dtype.bytes_of(start * g.dim);
         let (mut k_scales, mut v_scales) = (std::ptr::null(), std::ptr::null());
         if s.layout.dtype == KvDtype::Int8 {
-            let groups =
-                s.layout.k_scale_offset(self.layer, kv_head) + start / GROUP_ROWS * g.dim * 2;
+            let groups = s.layout.k_scale_offset(self.layer, kv_head) - before
+                + start / GROUP_ROWS * g.dim * 2;
             k_scales = section[groups..].as_ptr().cast();
-            let rows = s.layout.v_scale_offset(self.layer, kv_head) + start * 2;
+            let rows = s.layout.v_scale_offset(self.layer, kv_head) - before + start * 2;
             v_scales = section[rows..].as_ptr().cast();
         }
         let block = Block {
-            k: section[s.layout.k_offset(self.layer, kv_head) + offset..].as_ptr(),
-            v: section[s.layout.v_offset(self.layer, kv_head) + offset..].as_ptr(),
+            k: section[s.layout.k_offset(self.layer, kv_head) - before + offset..].as_ptr(),
+            v: section[s.layout.v_offset(self.layer, kv_head) - before + offset..].as_ptr(),
             dtype: s.layout.dtype,
             k_scales,
             v_scales,
@@ -427,7 +453,6 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
     ///
     /// # Safety
     /// Nobody else uses this block's partial meanwhile.
-    #[expect(clippy::mut_from_ref, reason = "the contract says who may")]
     unsafe fn partial(&self, at: usize, job: usize, kv_head: usize, block: usize) -> Partial<'_> {
         let (g, job) = (self.plan.g, &self.plan.jobs[job]);
         let m = job.positions.len() * g.group();

@@ -36,7 +36,7 @@ mod totals;
 mod values;
 
 pub use activations::{Activations, ActivationsMut};
-pub use attention::{Attention, AttentionJob, LayerInput, SegmentView};
+pub use attention::{Attention, AttentionJob, LayerInput, Layers, Section, SegmentView};
 pub use block::HEAD_DIM_MAX;
 pub use gemm::{gemm, gemm_add, gemm_gated};
 pub use isa::Isa;

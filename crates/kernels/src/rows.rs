@@ -103,8 +103,9 @@ pub fn append_rows(
     let first = layout.k_offset(layer, 0);
     let blocks = &mut section[first..first + heads * 2 * layout.block_bytes()];
     let write = |i: usize, block: &mut [u8]| {
-        let rows = if i % 2 == 0 { k } else { v };
-        let index = if i % 2 == 0 { k_index } else { v_index };
+        let is_k = i.is_multiple_of(2);
+        let rows = if is_k { k } else { v };
+        let index = if is_k { k_index } else { v_index };
         for (n, &row) in at.iter().enumerate() {
             let values = &rows.values[n * rows.stride + i / 2 * dim..][..dim];
             for (d, &x) in values.iter().enumerate() {

@@ -136,7 +136,10 @@ impl Team {
         let s = &*self.shared;
         // SAFETY: no region is open, so no member reads `tasks`; they are done with it before this
         // function returns, which is before `tasks` goes away.
-        unsafe { *s.tasks.get() = Some(std::mem::transmute::<*const Tasks<'_>, _>(tasks)) };
+        unsafe {
+            let tasks = std::mem::transmute::<*const Tasks<'_>, *const Tasks<'static>>(tasks);
+            *s.tasks.get() = Some(tasks);
+        }
         s.done.store(0, Ordering::Relaxed);
         let region = (s.word.load(Ordering::Relaxed) >> (2 * BITS)) + 1;
         s.word.store(region << (2 * BITS) | (count as u64) << BITS, Ordering::SeqCst);

@@ -128,12 +128,7 @@ pub struct FillingSlot {
 impl FillingSlot {
     /// The bytes are final: the arena form of a chunk file, or that file itself.
     pub fn freeze_chunk(self, id: ChunkId, file: &Superblock) -> ChunkSlot {
-        let form = file.encoding.in_arena();
-        let layout = KvLayout::new(file.shape, form.dtype, file.rows);
-        let start = Superblock::kv_offset(file.rows);
-        let end = start + layout.total_bytes();
-        let bytes = if file.encoding == form { end } else { 0 };
-        self.freeze(id, start..end, layout, bytes)
+        ChunkSlot::of_file(id, file, self.slot.freeze(), self.extent)
     }
 
     /// The bytes are final.
@@ -159,6 +154,16 @@ pub struct ChunkSlot {
 }
 
 impl ChunkSlot {
+    /// A slot that holds the arena form of a chunk file, or that file itself.
+    pub fn of_file(id: ChunkId, file: &Superblock, slot: SlotRef, extent: Extent) -> Self {
+        let form = file.encoding.in_arena();
+        let layout = KvLayout::new(file.shape, form.dtype, file.rows);
+        let start = Superblock::kv_offset(file.rows);
+        let end = start + layout.total_bytes();
+        let bytes = if file.encoding == form { end } else { 0 };
+        Self { slot, kv: start..end, layout, id, bytes, extent }
+    }
+
     /// The KV section.
     pub fn section(&self) -> &[u8] {
         &self.slot[self.kv.clone()]

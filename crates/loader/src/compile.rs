@@ -101,7 +101,7 @@ impl Compilation {
             own_layout: layout,
             logits: false,
         };
-        if core.model.forward_while(&mut [step], go_on).is_none() {
+        if core.model.forward_while(&mut [step], &mut |_| go_on()).is_none() {
             return true;
         }
         self.done = end;

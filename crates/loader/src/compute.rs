@@ -14,9 +14,10 @@ use crate::arena::ChunkSlot;
 use crate::compile::{Compilation, CompileJob, Compiled};
 use crate::core::Core;
 use crate::error::RequestError;
-use crate::prefill::{Prefill, Slice};
+use crate::prefill::{Prefill, Slice, Watch};
 use crate::request::Resident;
 use crate::session::Sessions;
+use crate::world::LoadMessage;
 
 /// Requests prepared and waiting for the compute thread.
 pub const WORK_MAX: usize = 2;
@@ -36,6 +37,8 @@ pub struct Compute {
     /// Chunks that requests wait for, whose files could not be used.
     pub chunks: Receiver<CompileJob>,
     pub background: Receiver<CompileJob>,
+    /// Where a request goes back to if a chunk does not come.
+    pub load: Sender<LoadMessage>,
     /// Has room for every chunk that can be under way, so that sending never blocks.
     pub compiled: Sender<Compiled>,
 }
@@ -98,6 +101,14 @@ impl Compute {
 }
 
 impl Job {
+    /// Whether it waits for something that is being read.
+    fn is_waiting(&mut self) -> bool {
+        match self {
+            Self::Prefill(prefill) => prefill.is_waiting(),
+            Self::Compile(_) => false,
+        }
+    }
+
     fn compile(job: CompileJob) -> Self {
         Self::Compile(Box::new(Compilation::new(job)))
     }
@@ -133,11 +144,24 @@ impl Run<'_> {
         if for_ingest && let Some(job) = self.background.take() {
             self.since = 0;
             self.background = self.slice(job);
-        } else if let Some(job) = self.active.pop_front() {
+        } else if let Some(job) = self.next_active() {
             self.since += 1;
             let rest = self.slice(job);
             self.active.extend(rest);
         }
+    }
+
+    /// The next one in turn that waits for nothing; if all wait, the first.
+    fn next_active(&mut self) -> Option<Job> {
+        let ready = self.active.iter_mut().position(|job| !job.is_waiting());
+        self.active.remove(ready.unwrap_or(0))
+    }
+
+    /// Whether there is something to compute beside a job that waits for a chunk.
+    fn has_others(&self) -> bool {
+        let Compute { requests, chunks, .. } = self.compute;
+        // What waits already has been passed over for this one.
+        !requests.is_empty() && self.active.len() < ACTIVE_MAX - 1 || !chunks.is_empty()
     }
 
     /// Computes a slice; gives the job back if there is more. A panic fails this job alone.
@@ -164,21 +188,28 @@ impl Run<'_> {
                 let _ = self.compute.compiled.send(compiled);
                 None
             }
-            Job::Prefill(prefill) => self.slice_of_request(*prefill, &mut go_on),
+            Job::Prefill(prefill) => {
+                let others = || self.has_others();
+                let watch = Watch { go_on: &mut go_on, others: &others };
+                self.slice_of_request(*prefill, watch)
+            }
         }
     }
 
-    fn slice_of_request(
-        &self,
-        mut prefill: Prefill,
-        go_on: &mut dyn FnMut() -> bool,
-    ) -> Option<Job> {
-        let Compute { core, prefix, sessions, .. } = self.compute;
+    fn slice_of_request(&self, mut prefill: Prefill, watch: Watch<'_>) -> Option<Job> {
+        let Compute { core, prefix, sessions, load, .. } = self.compute;
         let state = Arc::clone(prefill.state());
-        let sliced = catch_unwind(AssertUnwindSafe(|| prefill.slice(core, prefix, go_on)));
+        let sliced = catch_unwind(AssertUnwindSafe(|| prefill.slice(core, prefix, watch)));
         // What the request held has come back before its client is told.
         let outcome = match sliced {
-            Ok(Slice::More) => return Some(Job::Prefill(Box::new(prefill))),
+            Ok(Slice::More | Slice::Later) => return Some(Job::Prefill(Box::new(prefill))),
+            Ok(Slice::Again) => {
+                let resident = Box::new(prefill.into_resident());
+                match load.send(LoadMessage::Again(resident)) {
+                    Ok(()) => return None,
+                    Err(_) => Err(RequestError::Unavailable("the loader is stopping".into())),
+                }
+            }
             Ok(Slice::Complete) => {
                 let finish = AssertUnwindSafe(|| prefill.finish(core, prefix, sessions));
                 match catch_unwind(finish) {

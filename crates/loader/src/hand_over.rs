@@ -9,7 +9,7 @@ use crate::arena::ChunkSlot;
 use crate::chunk_spec::ChunkSpec;
 use crate::error::RequestError;
 use crate::plan::{PlannedSegment, PlannedSource};
-use crate::request::{Lease, Planned, Resident};
+use crate::request::{Lease, Leased, Planned, Resident};
 use crate::session::{Running, Sessions};
 
 /// The record B will read, with slots as they are now.
@@ -72,7 +72,12 @@ pub fn hand_over(
     resident: Resident,
     first: u32,
 ) -> Result<(), RequestError> {
-    let Resident { planned, leases, own } = resident;
+    let Resident { planned, chunks, own, .. } = resident;
+    let wanted = chunks.len();
+    let leases: Vec<Lease> = chunks.into_iter().filter_map(Leased::lease).collect();
+    if leases.len() < wanted {
+        return Err(RequestError::Internal("a chunk has not come".into()));
+    }
     let (range, state) = (own.extent().range(), planned.state.clone());
     let words = record(&planned, prefix, &leases).encode();
     let control_len = control_words(words.len(), log_words(&planned));

@@ -18,6 +18,7 @@ mod error;
 mod flash;
 mod gateway;
 mod generate;
+mod growing;
 mod hand_over;
 mod ingest;
 mod ingest_commit;
@@ -69,11 +70,13 @@ pub mod machine {
     pub use crate::compile::{CompileJob, Compiled};
     pub use crate::error::RequestError;
     pub use crate::flash::Unusable;
+    pub use crate::growing::{Growing, Wait};
     pub use crate::hand_over::hand_over;
     pub use crate::load::Load;
     pub use crate::plan::{Plan, PlannedSegment, PlannedSource};
     pub use crate::request::{
-        ChunkSource, ChunkUse, Lease, Materialized, NearChunk, Planned, RequestState, Resident,
+        ChunkSource, ChunkUse, Lease, Leased, Materialized, NearChunk, Planned, RequestState,
+        Resident,
     };
     pub use crate::session::Sessions;
     pub use crate::world::{Found, LoadJob, LoadMessage, Loaded, Materialize, World};

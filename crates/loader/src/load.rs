@@ -26,9 +26,11 @@ use crate::cache::ChunkCache;
 use crate::chunk_spec::ChunkSpec;
 use crate::compile::CompileJob;
 use crate::error::RequestError;
+use crate::growing::Growing;
 use crate::hand_over::own_slot_bytes;
 use crate::request::{
-    ChunkSource, Lease, NearChunk, OwnSlot, Planned, RequestState, Resident, ms_since,
+    ChunkSource, Coming, Lease, Leased, NearChunk, OwnSlot, Planned, RequestState, Resident,
+    ms_since,
 };
 use crate::world::{ChunkReply, Found, LOADS_MAX, LoadMessage, Materialize, World};
 
@@ -39,6 +41,8 @@ struct Pending {
     own: Option<OwnSlot>,
     /// Its chunks have been moved together, so that its own slot fits.
     compacted: bool,
+    /// It has been passed on before, with a chunk that did not come.
+    again: bool,
     /// Until everything is there.
     span: Option<trace::Timer>,
 }
@@ -88,6 +92,8 @@ struct Loading {
     extent: Option<Extent>,
     /// Nobody has asked for it yet.
     prefetch: bool,
+    /// Its layers, as they come.
+    growing: Option<Arc<Growing>>,
 }
 
 /// A load under way.
@@ -221,6 +227,7 @@ impl<W: World> Load<W> {
     pub fn message(&mut self, message: LoadMessage) {
         match message {
             LoadMessage::Request(planned) => self.arrive(*planned),
+            LoadMessage::Again(resident) => self.arrive_again(*resident),
             LoadMessage::Materialize(m) => self.waiting.push_back(Waiting::Materialize(m, 0)),
             LoadMessage::Forget(ids) => ids.iter().for_each(|id| self.cache.remove(id)),
         }
@@ -240,14 +247,25 @@ impl<W: World> Load<W> {
         let leases = planned.chunks.iter().map(|_| None).collect();
         let span = Some(trace::span("load", "load", planned.state.number));
         let urgent = planned.urgent;
-        let (started, own, compacted) = (Instant::now(), None, false);
-        let pending = Pending { planned, started, leases, own, compacted, span };
+        let (started, own, compacted, again) = (Instant::now(), None, false, false);
+        let pending = Pending { planned, started, leases, own, compacted, again, span };
         let waiting = Waiting::Request(Box::new(pending));
         if urgent {
             self.waiting.push_front(waiting);
         } else {
             self.waiting.push_back(waiting);
         }
+    }
+
+    /// A request comes back because one of its chunks has not come. It keeps what it holds.
+    fn arrive_again(&mut self, mut resident: Resident) {
+        resident.settle();
+        let Resident { planned, chunks, own, started, .. } = resident;
+        let leases = chunks.into_iter().map(Leased::lease).collect();
+        let span = Some(trace::span("load", "load again", planned.state.number));
+        let (own, compacted, again) = (Some(own), false, true);
+        let pending = Pending { planned, started, leases, own, compacted, again, span };
+        self.waiting.push_front(Waiting::Request(Box::new(pending)));
     }
 
     /// A request that could not run even alone is refused now.
@@ -347,11 +365,11 @@ impl<W: World> Load<W> {
                 stuck = *blocked;
             }
         }
-        let complete = request.own.is_some() && request.leases.iter().all(Option::is_some);
-        if complete {
+        let ready = request.own.is_some() && self.can_begin(&request);
+        if ready {
             request.span = None;
         }
-        if complete && self.world.prefill_has_room() {
+        if ready && self.world.prefill_has_room() {
             self.hand_on(*request);
             None
         } else if stuck {
@@ -483,17 +501,41 @@ impl<W: World> Load<W> {
         self.expected = near.into_iter().take(window).collect();
     }
 
+    /// Layers of a chunk that is being read for somebody, unless they will not come.
+    fn growing(&self, id: &ChunkId) -> Option<&Arc<Growing>> {
+        let growing = self.loading.get(id)?.growing.as_ref()?;
+        (self.world.overlap() && !growing.has_failed()).then_some(growing)
+    }
+
+    /// Whether every chunk is there, or on its way from flash: the first layers can be computed
+    /// while the last ones are read.
+    fn can_begin(&self, request: &Pending) -> bool {
+        let mut chunks = request.planned.chunks.iter().zip(&request.leases);
+        chunks.all(|(c, lease)| lease.is_some() || self.growing(&c.id).is_some())
+    }
+
     fn hand_on(&mut self, request: Pending) {
-        let Pending { planned, started, leases, own, .. } = request;
+        let Pending { mut planned, started, leases, own, again, .. } = request;
         let Some(own) = own else { return };
-        let mut planned = planned;
-        planned.count_computed_chunks();
-        self.look_ahead(&mut planned);
-        let load_ms = ms_since(started);
-        planned.state.update(|p| p.phases.load_ms = load_ms);
-        let leases = leases.into_iter().flatten().collect();
+        if !again {
+            self.look_ahead(&mut planned);
+        }
+        let mut chunks = Vec::with_capacity(leases.len());
+        for (chunk, lease) in planned.chunks.iter_mut().zip(leases) {
+            chunks.push(match (lease, self.growing(&chunk.id)) {
+                (Some(lease), _) => Leased::Here(lease),
+                (None, Some(growing)) => {
+                    count("arena", &["requested"], chunk.tokens.len());
+                    chunk.source = ChunkSource::Flash;
+                    Leased::Coming(Coming::new(Arc::clone(growing), &self.arena))
+                }
+                // `can_begin` has seen it.
+                (None, None) => return,
+            });
+        }
         let state: Arc<RequestState> = Arc::clone(&planned.state);
-        let resident = Resident { planned, leases, own };
+        let load_ms = ms_since(started);
+        let resident = Resident { planned, chunks, own, started, load_ms };
         if !self.world.prefill(resident) {
             state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
         }

@@ -140,6 +140,10 @@ impl World for Process {
         !self.background.is_full()
     }
 
+    fn overlap(&self) -> bool {
+        self.core.config.overlap
+    }
+
     fn prefill(&mut self, resident: Resident) -> bool {
         self.prefill.send(Box::new(resident)).is_ok()
     }

@@ -8,13 +8,15 @@
 mod stream;
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use crossbeam::channel::{Receiver, Sender, TrySendError, select_biased};
 use matkv_format::{ChunkFile, Superblock};
 use matkv_store::{OpenCopy, Store, StoreError, Tier, Volume};
-use matkv_sys::{ReadDone, ReadEngine, ReadRequest, SlotMut};
+use matkv_sys::{ReadDone, ReadEngine, ReadRequest, Region, SlotMut, SlotRef};
 use matkv_telemetry::names;
 use matkv_types::{ChunkId, PAGE_BYTES};
 
@@ -23,11 +25,15 @@ use crate::compile::restore_in;
 use crate::core::Core;
 use crate::error::LoaderError;
 use crate::flash::Unusable;
+use crate::growing::Growing;
 use crate::keeper::KeeperMessage;
 use crate::onboard::stream::{Stream, usable};
 use crate::rates::{Kind, Rates};
 use crate::staging::Staging;
 use crate::world::{Found, LoadJob, Loaded};
+
+/// How many files that are begun one after the other are read side by side.
+const FILES_SIDE_BY_SIDE: u64 = 4;
 
 /// A load between its beginning and its end, without its slot.
 struct Task {
@@ -40,6 +46,11 @@ struct Task {
     copy: usize,
     /// Copies that were bad.
     bad: Vec<usize>,
+    /// The slot, while nobody has it to write.
+    region: Arc<Region>,
+    range: Range<usize>,
+    /// Where layers are published; none once it has failed.
+    growing: Option<Arc<Growing>>,
 }
 
 /// A load whose bytes are on their way.
@@ -141,6 +152,8 @@ pub(crate) struct Onboarding {
     to: OnboardOutlets,
     /// Where layers are decoded.
     pool: rayon::ThreadPool,
+    /// Files whose reading has begun.
+    begun: AtomicU64,
 }
 
 /// What the worker threads hear.
@@ -164,7 +177,7 @@ impl Onboarding {
             .thread_name(|i| format!("decode-{i}"))
             .build()
             .map_err(|e| LoaderError::Setup(e.to_string()))?;
-        Ok(Self { shelf, engine, pending, staged, to, pool })
+        Ok(Self { shelf, engine, pending, staged, to, pool, begun: AtomicU64::new(0) })
     }
 
     fn pending(&self) -> std::sync::MutexGuard<'_, HashMap<u64, Pending>> {
@@ -185,9 +198,10 @@ impl Onboarding {
     }
 
     fn begin(&self, job: LoadJob) {
-        let LoadJob { tag, id, tokens, found, target } = job;
+        let LoadJob { tag, id, tokens, found, target, growing } = job;
         let (started, copy, bad) = (Instant::now(), 0, Vec::new());
-        let task = Task { tag, id, tokens, found, started, copy, bad };
+        let (region, range) = (Arc::clone(target.region()), target.range());
+        let task = Task { tag, id, tokens, found, started, copy, bad, region, range, growing };
         match found.tier {
             Tier::Flash => self.read(task, target),
             Tier::Cold => self.fetch(task, target),
@@ -211,7 +225,8 @@ impl Onboarding {
                 Err(e) => Unusable::Unreadable(e.to_string()),
             };
             if let Err(reason) = self.next_copy(&mut task, reason) {
-                return self.deliver(task.tag, slot, Err(reason));
+                drop(slot);
+                return self.give_up(&mut task, reason);
             }
         };
         if task.found.encoding.is_arena_form() && opened.len <= slot.len() {
@@ -230,11 +245,15 @@ impl Onboarding {
     fn submit(&self, task: Task, opened: &OpenCopy, memory: SlotMut, slot: Option<SlotMut>) {
         let tag = task.tag;
         let file = (opened.len, task.found.encoding);
-        let (stream, pieces) = Stream::new(file, memory, slot);
+        let (stream, pieces) = Stream::new(file, memory, slot, task.growing.clone());
         let reading = Reading { inbox: Vec::new(), body: Some(Box::new((task, stream))) };
         self.pending().insert(tag, Pending::Read(reading));
+        // Files that are begun together come side by side, so that all their first layers are
+        // there soon; a piece lets a few dozen files pass, and no more.
+        let mut turn = self.begun.fetch_add(1, Ordering::Relaxed);
         for (range, target) in pieces {
-            self.engine.submit(ReadRequest { tag, parts: opened.parts(range), target });
+            self.engine.submit(ReadRequest { tag, parts: opened.parts(range), target, turn });
+            turn += FILES_SIDE_BY_SIDE;
         }
     }
 
@@ -273,7 +292,8 @@ impl Onboarding {
     fn fetch(&self, task: Task, slot: SlotMut) {
         let (tag, id) = (task.tag, task.id);
         let Some(cold) = self.shelf.store().cold() else {
-            return self.deliver(tag, slot, Err(Unusable::Missing));
+            drop(slot);
+            return self.deliver(tag, Err(Unusable::Missing));
         };
         self.pending().insert(tag, Pending::Fetch(task, slot));
         let fetched = self.to.fetched.clone();
@@ -323,10 +343,10 @@ impl Onboarding {
         // Always there: nothing of it is with the device.
         let Some(ended) = stream.end() else { return };
         self.resume();
-        if let (Ok(found), Some(spent)) = (&ended.outcome, ended.decoding) {
+        if let (Ok((found, _)), Some(spent)) = (&ended.outcome, ended.decoding) {
             self.shelf.rates().measured(Kind::Decode, found.file_len() as u64, spent);
         }
-        self.finish(task, ended.slot, ended.outcome);
+        self.finish(task, ended.outcome);
     }
 
     fn fetch_done(&self, fetched: Fetched) {
@@ -334,7 +354,8 @@ impl Onboarding {
             return;
         };
         let outcome = fetched.file.and_then(|file| self.decode(&task, &file, &mut slot));
-        self.finish(task, slot, outcome);
+        // Let go if it is not to be used.
+        self.finish(task, outcome.map(|found| (found, slot.freeze())));
     }
 
     /// Verifies a file that is there whole, and writes its arena form into the slot.
@@ -396,26 +417,35 @@ impl Onboarding {
         }
     }
 
-    fn finish(&self, mut task: Task, slot: SlotMut, outcome: Result<Superblock, Unusable>) {
+    fn finish(&self, mut task: Task, outcome: Result<(Superblock, SlotRef), Unusable>) {
         let reason = match outcome {
-            Ok(found) => {
+            Ok((found, slot)) => {
                 let id = task.id;
                 let heal = |copy| self.tell(KeeperMessage::Heal { id, copy });
                 task.bad.iter().copied().for_each(heal);
                 self.measured(&task, &found);
-                return self.deliver(task.tag, slot, Ok(found));
+                return self.deliver(task.tag, Ok((found, slot)));
             }
             Err(reason) => reason,
         };
+        withdraw(&mut task);
         match self.next_copy(&mut task, reason) {
-            Ok(()) => self.read(task, slot),
-            Err(reason) => self.deliver(task.tag, slot, Err(reason)),
+            Ok(()) => match task.region.exclusive(task.range.clone()) {
+                Ok(slot) => self.read(task, slot),
+                Err(e) => self.give_up(&mut task, Unusable::Unreadable(e.to_string())),
+            },
+            Err(reason) => self.give_up(&mut task, reason),
         }
     }
 
-    fn deliver(&self, tag: u64, target: SlotMut, result: Result<Superblock, Unusable>) {
+    fn give_up(&self, task: &mut Task, reason: Unusable) {
+        withdraw(task);
+        self.deliver(task.tag, Err(reason));
+    }
+
+    fn deliver(&self, tag: u64, result: Result<(Superblock, SlotRef), Unusable>) {
         // Nobody listens while the process stops.
-        let _ = self.to.loaded.send(Loaded { tag, target, result });
+        let _ = self.to.loaded.send(Loaded { tag, result });
     }
 
     fn measured(&self, task: &Task, found: &Superblock) {
@@ -424,6 +454,15 @@ impl Onboarding {
         let spent = self.shelf.rates().measured_in_turn(kind, bytes, task.started);
         let ms = spent.as_secs_f32() * 1e3;
         self.tell(KeeperMessage::Loaded { id, tier, ms });
+    }
+}
+
+/// What has been published is not to be used: whoever reads it stops, and then the slot may be
+/// written again.
+fn withdraw(task: &mut Task) {
+    if let Some(growing) = task.growing.take() {
+        growing.fail();
+        growing.drained();
     }
 }
 

@@ -2,19 +2,20 @@
 //! the decoder. Full prefill is the same with nothing stored.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use matkv_model::{Detokenizer, Sampler, Segment, Source, Step, StopFilter};
 use matkv_sys::{CrashPoint, SlotMut, crash_point};
 use matkv_telemetry::trace;
-use matkv_types::FinishReason;
+use matkv_types::{FinishReason, KvLayout};
 
 use crate::arena::ChunkSlot;
 use crate::core::Core;
 use crate::error::RequestError;
+use crate::growing::{GrowingReader, Wait};
 use crate::hand_over::hand_over;
 use crate::plan::{PlannedSegment, PlannedSource};
-use crate::request::{Planned, RequestState, Resident, Started, ms_since};
+use crate::request::{Leased, Planned, RequestState, Resident, Started, ms_since};
 use crate::session::Sessions;
 
 /// Rows of one slice. Between slices other requests have theirs, so this bounds how long a long
@@ -39,6 +40,67 @@ pub enum Slice {
     Complete,
     /// Nobody waits for the answer any more.
     Abandoned,
+    /// A chunk is still on its way, and others can use the time.
+    Later,
+    /// A chunk will not come.
+    Again,
+}
+
+/// How often a wait for a chunk is interrupted to see whether it is still wanted, and whether
+/// others could use the time.
+const LOOK: Duration = Duration::from_millis(5);
+
+/// What computing goes on for.
+pub struct Watch<'a> {
+    /// Whether to go on at all; counts progress.
+    pub go_on: &'a mut dyn FnMut() -> bool,
+    /// Whether others could use the time of a wait.
+    pub others: &'a dyn Fn() -> bool,
+}
+
+impl Watch<'_> {
+    fn goes_on(&mut self, state: &RequestState) -> bool {
+        (self.go_on)() && !state.is_cancelled()
+    }
+
+    /// Waits for something of a chunk.
+    fn wait(&mut self, state: &RequestState, wait: impl Fn(Duration) -> Wait) -> Result<(), Slice> {
+        loop {
+            match wait(LOOK) {
+                Wait::Ready => return Ok(()),
+                Wait::Failed => return Err(Slice::Again),
+                Wait::NotYet if !self.goes_on(state) => return Err(Slice::Abandoned),
+                Wait::NotYet if (self.others)() => return Err(Slice::Later),
+                Wait::NotYet => {}
+            }
+        }
+    }
+}
+
+/// Rows of a chunk, as far as they are there.
+enum Rows<'a> {
+    Here(&'a ChunkSlot),
+    Coming(GrowingReader, KvLayout),
+}
+
+impl<'a> Rows<'a> {
+    /// None if the chunk will not come.
+    fn of(chunk: &'a Leased) -> Option<Self> {
+        match chunk {
+            Leased::Here(lease) => Some(Self::Here(lease.chunk())),
+            Leased::Coming(coming) => {
+                let growing = coming.growing();
+                growing.reader().map(|reader| Self::Coming(reader, growing.layout()))
+            }
+        }
+    }
+
+    fn source(&self) -> Source<'_> {
+        match self {
+            Self::Here(chunk) => Source::Slot(chunk.section(), chunk.layout()),
+            Self::Coming(reader, layout) => Source::Layers(reader, *layout),
+        }
+    }
 }
 
 fn internal(e: impl std::fmt::Display) -> RequestError {
@@ -55,21 +117,47 @@ impl Prefill {
         &self.resident.planned.state
     }
 
-    /// Computes the next rows.
-    pub fn slice(
-        &mut self,
-        core: &Core,
-        prefix: &ChunkSlot,
-        go_on: &mut dyn FnMut() -> bool,
-    ) -> Slice {
+    /// Whether a chunk is still on its way.
+    pub fn is_waiting(&mut self) -> bool {
+        !self.resident.settle()
+    }
+
+    /// The request, to be given what has not come.
+    pub fn into_resident(self) -> Resident {
+        self.resident
+    }
+
+    /// Computes the next rows; complete when the chunks are there to stay, too.
+    pub fn slice(&mut self, core: &Core, prefix: &ChunkSlot, mut watch: Watch<'_>) -> Slice {
         self.started.get_or_insert_with(Instant::now);
-        let Resident { planned, leases, .. } = &self.resident;
-        let _span = trace::span("compute", "sub-prefill", planned.state.number);
+        self.resident.settle();
+        if self.logits.is_empty() {
+            match self.compute(core, prefix, &mut watch) {
+                Slice::Complete => {}
+                other => return other,
+            }
+        }
+        let state = Arc::clone(self.state());
+        for chunk in &self.resident.chunks {
+            if let Leased::Coming(coming) = chunk
+                && let Err(slice) = watch.wait(&state, |most| coming.growing().wait_for_chunk(most))
+            {
+                return slice;
+            }
+        }
+        self.resident.settle();
+        Slice::Complete
+    }
+
+    fn compute(&mut self, core: &Core, prefix: &ChunkSlot, watch: &mut Watch<'_>) -> Slice {
+        let Resident { planned, chunks, .. } = &self.resident;
+        let state = &planned.state;
+        let _span = trace::span("compute", "sub-prefill", state.number);
+        let readers: Option<Vec<_>> = chunks.iter().map(Rows::of).collect();
+        let Some(readers) = readers else { return Slice::Again };
         let source = |s: &PlannedSegment| match s.source {
             PlannedSource::Prefix => Source::Slot(prefix.section(), prefix.layout()),
-            PlannedSource::Chunk(i) => {
-                Source::Slot(leases[i].chunk().section(), leases[i].chunk().layout())
-            }
+            PlannedSource::Chunk(i) => readers[i].source(),
             PlannedSource::Own => Source::Own,
         };
         let total = planned.plan.rows.len();
@@ -93,10 +181,17 @@ impl Prefill {
             own_layout: core.spec.own_layout(planned.plan.own_rows),
             logits: end == total,
         };
-        let state = Arc::clone(&planned.state);
-        let mut wanted = || go_on() && !state.is_cancelled();
+        let mut stopped = Slice::Abandoned;
+        let mut wanted = |layer: usize| {
+            let there = readers.iter().try_for_each(|rows| match rows {
+                Rows::Coming(reader, _) => watch.wait(state, |most| reader.wait(layer, most)),
+                Rows::Here(_) => Ok(()),
+            });
+            stopped = there.err().unwrap_or(Slice::Abandoned);
+            there.is_ok() && watch.goes_on(state)
+        };
         let Some(mut logits) = core.model.forward_while(&mut [step], &mut wanted) else {
-            return Slice::Abandoned;
+            return stopped;
         };
         self.done = end;
         if end < total {
@@ -115,10 +210,11 @@ impl Prefill {
         prefix: &ChunkSlot,
         sessions: &Sessions,
     ) -> Result<Option<FinishReason>, RequestError> {
-        let Self { resident, kv, started, logits, .. } = self;
+        let Self { mut resident, kv, started, logits, .. } = self;
         // The rows are the decoder's from now on.
         drop(kv);
-        let planned = &resident.planned;
+        resident.planned.count_computed_chunks();
+        let (planned, load_ms) = (&resident.planned, resident.load_ms);
         let state = Arc::clone(&planned.state);
         if logits.is_empty() {
             return Err(internal("the prompt has no rows"));
@@ -133,6 +229,7 @@ impl Prefill {
             None
         };
         state.update(|p| {
+            p.phases.load_ms = load_ms;
             p.phases.prefill_ms = started.map_or(0.0, ms_since);
             p.phases.first_token_ms = ms_since(state.received);
             if !is_end {

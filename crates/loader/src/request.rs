@@ -12,6 +12,7 @@ use tokio::sync::Notify;
 
 use crate::arena::{Arena, ChunkSlot, Extent, Held};
 use crate::error::RequestError;
+use crate::growing::Growing;
 use crate::hand_over::own_kv_offset;
 use crate::plan::{Plan, PlannedSource};
 
@@ -248,6 +249,53 @@ impl Lease {
     }
 }
 
+/// A chunk that a request has been passed on with: there, or on its way.
+pub enum Leased {
+    /// In the arena.
+    Here(Lease),
+    /// Being read.
+    Coming(Coming),
+}
+
+/// A chunk on its way, whose memory a request counts as held.
+pub struct Coming {
+    growing: Arc<Growing>,
+    held: Held,
+}
+
+impl Coming {
+    /// Counts the chunk's memory as held.
+    pub fn new(growing: Arc<Growing>, arena: &Arc<Arena>) -> Self {
+        Self { growing, held: Held::new(arena) }
+    }
+
+    /// What is there of it.
+    pub fn growing(&self) -> &Arc<Growing> {
+        &self.growing
+    }
+}
+
+impl Leased {
+    /// A chunk that has come is a chunk on loan.
+    pub fn settled(self) -> Self {
+        match self {
+            Self::Coming(Coming { growing, held }) => match growing.chunk() {
+                Some(chunk) => Self::Here(Lease { chunk, _held: held }),
+                None => Self::Coming(Coming { growing, held }),
+            },
+            here => here,
+        }
+    }
+
+    /// The chunk on loan, if it is there.
+    pub fn lease(self) -> Option<Lease> {
+        match self {
+            Self::Here(lease) => Some(lease),
+            Self::Coming(_) => None,
+        }
+    }
+}
+
 /// A chunk that has been computed, on its way to flash.
 pub struct Materialized {
     pub lease: Lease,
@@ -284,14 +332,32 @@ impl OwnSlot {
     }
 }
 
-/// A request whose chunks are all in the arena.
+/// A request whose chunks are in the arena, or on their way there.
 pub struct Resident {
     pub planned: Planned,
-    pub leases: Vec<Lease>,
+    pub chunks: Vec<Leased>,
     pub own: OwnSlot,
+    /// When its chunks were asked for.
+    pub started: Instant,
+    /// How long the last chunk that is there has taken.
+    pub load_ms: f64,
 }
 
 impl Resident {
+    /// Whether all chunks are there; takes those on loan that have come.
+    pub fn settle(&mut self) -> bool {
+        for chunk in &self.chunks {
+            if let Leased::Coming(coming) = chunk
+                && let Some(completed) = coming.growing.completed()
+            {
+                let ms = completed.saturating_duration_since(self.started).as_secs_f64() * 1e3;
+                self.load_ms = self.load_ms.max(ms);
+            }
+        }
+        self.chunks = std::mem::take(&mut self.chunks).into_iter().map(Leased::settled).collect();
+        self.chunks.iter().all(|c| matches!(c, Leased::Here(_)))
+    }
+
     /// The KV section of its own slot, to write.
     pub fn own_rows(&self) -> Result<SlotMut, SysError> {
         let range = self.own.extent().range();

@@ -145,8 +145,8 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
     let engine = engine(config, &opened.segment, reads.0)?;
     let sessions = Arc::new(Sessions::default());
     let core = &opened.core;
-    let described = engine.describe().to_owned();
-    let observer = Arc::new(Observer::new(Arc::clone(core), Arc::clone(&sessions), described));
+    let observer = Observer::new(Arc::clone(core), Arc::clone(&sessions), engine.describe().into());
+    let observer = Arc::new(observer);
     let resident = Arc::clone(&observer.resident);
     let gateway = Gateway {
         observer,
@@ -159,8 +159,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         serial: (!config.overlap).then(|| Arc::new(Mutex::new(()))),
     };
     let session = session_thread(config, &mut opened, &sessions);
-    let core = &opened.core;
-    let prefix = Arc::clone(&opened.prefix);
+    let (core, prefix) = (&opened.core, Arc::clone(&opened.prefix));
     let compute = Compute {
         core: Arc::clone(core),
         prefix: Arc::clone(&prefix),
@@ -168,6 +167,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         requests: requests.1,
         chunks: chunks.1,
         background: background.1,
+        load: load.0.clone(),
         compiled: compiled.0,
     };
     let shelf = Arc::clone(core);

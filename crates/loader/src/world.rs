@@ -5,11 +5,12 @@ use std::sync::Arc;
 use crossbeam::channel::Sender;
 use matkv_format::Superblock;
 use matkv_store::Tier;
-use matkv_sys::SlotMut;
+use matkv_sys::{SlotMut, SlotRef};
 use matkv_types::{ChunkId, Encoding};
 
 use crate::compile::CompileJob;
 use crate::flash::Unusable;
+use crate::growing::Growing;
 use crate::request::{Materialized, Planned, Resident};
 
 /// Where a materialized chunk is sent.
@@ -19,6 +20,8 @@ pub type ChunkReply = Sender<Result<Materialized, String>>;
 pub enum LoadMessage {
     /// Bring a request's chunks in and pass it on.
     Request(Box<Planned>),
+    /// A request that was passed on while its chunks were on their way: one will not come.
+    Again(Box<Resident>),
     /// Compute a chunk that is not stored yet; the slot comes back filled and sealed.
     Materialize(Materialize),
     /// Chunks that have been deleted from the store.
@@ -58,16 +61,17 @@ pub struct LoadJob {
     pub found: Found,
     /// A slot for its arena form.
     pub target: SlotMut,
+    /// Where layers are published as they come, if somebody may want them.
+    pub growing: Option<Arc<Growing>>,
 }
 
 /// A load that has ended: read, verified and in its arena form, or not to be used.
 pub struct Loaded {
     /// Of its job.
     pub tag: u64,
-    /// The slot, handed back.
-    pub target: SlotMut,
-    /// What the file says of itself.
-    pub result: Result<Superblock, Unusable>,
+    /// What the file says of itself, and its slot, final. A slot that is not to be used has been
+    /// let go.
+    pub result: Result<(Superblock, SlotRef), Unusable>,
 }
 
 /// What the load machine wants of the process around it.
@@ -108,6 +112,9 @@ pub trait World {
 
     /// Whether [`Self::compile_in_background`] would take one.
     fn background_has_room(&self) -> bool;
+
+    /// Whether a request may be computed while its chunks are on their way.
+    fn overlap(&self) -> bool;
 
     /// Sub-prefills a request; false if the process is stopping.
     fn prefill(&mut self, resident: Resident) -> bool;

@@ -4,8 +4,8 @@
 //! over its own segments. Nothing is concatenated: segments are read where they lie.
 
 use matkv_kernels::{
-    Attention, AttentionJob, Isa, LayerInput, NewRows, RopeAngles, SegmentView, append_rows,
-    rms_norm, rotate_heads, team,
+    Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,
+    append_rows, rms_norm, rotate_heads, team,
 };
 use matkv_types::{KvLayout, Precision};
 
@@ -34,6 +34,8 @@ pub enum Source<'a> {
     Own,
     /// In another slot.
     Slot(&'a [u8], KvLayout),
+    /// In a slot whose layers are on their way: each is asked for after `go_on` has been.
+    Layers(&'a dyn Layers, KvLayout),
 }
 
 /// A run of KV rows a sequence attends to.
@@ -100,8 +102,9 @@ impl Rotations {
     fn job<'s>(&self, step: &Step<'s>) -> AttentionJob<'s> {
         let view = |segment: &Segment<'s>| {
             let (section, layout) = match segment.source {
-                Source::Own => (None, step.own_layout),
-                Source::Slot(section, layout) => (Some(section), layout),
+                Source::Own => (Section::Own, step.own_layout),
+                Source::Slot(section, layout) => (Section::Whole(section), layout),
+                Source::Layers(layers, layout) => (Section::Layers(layers), layout),
             };
             SegmentView {
                 section,
@@ -141,13 +144,14 @@ struct Pass<'a> {
 }
 
 /// Runs the steps together; returns logits `[steps that want them][vocab]`, or nothing if
-/// `go_on`, asked before every layer, said no: the new rows are then partly written.
+/// `go_on`, asked before every layer with its number, said no: the new rows are then partly
+/// written.
 pub(crate) fn forward(
     arithmetic: Arithmetic,
     c: &LlamaConfig,
     w: &LlamaWeights,
     steps: &mut [Step<'_>],
-    go_on: &mut dyn FnMut() -> bool,
+    go_on: &mut dyn FnMut(usize) -> bool,
 ) -> Option<Vec<Vec<f32>>> {
     let mut x: Vec<f32> = Vec::new();
     for row in steps.iter().flat_map(|s| s.rows) {
@@ -155,7 +159,7 @@ pub(crate) fn forward(
     }
     let mut pass = Pass::new(arithmetic, c, w, steps);
     for (i, layer) in w.layers.iter().enumerate() {
-        if !go_on() {
+        if !go_on(i) {
             return None;
         }
         pass.attention(i, layer, steps, &mut x);

@@ -178,15 +178,16 @@ impl LanguageModel {
     ///
     /// Parallel work runs on the team the calling thread has installed.
     pub fn forward(&self, steps: &mut [Step<'_>]) -> Vec<Vec<f32>> {
-        self.forward_while(steps, &mut || true).unwrap_or_default()
+        self.forward_while(steps, &mut |_| true).unwrap_or_default()
     }
 
-    /// The same, as long as `go_on` says so before every layer: nothing if it did not. Whoever
-    /// must not wait for a long pass asks to stop there, and counts its progress there.
+    /// The same, as long as `go_on` says so before every layer, whose number it gets: nothing if it
+    /// did not. Whoever must not wait for a long pass asks to stop there, and counts its progress
+    /// there.
     pub fn forward_while(
         &self,
         steps: &mut [Step<'_>],
-        go_on: &mut dyn FnMut() -> bool,
+        go_on: &mut dyn FnMut(usize) -> bool,
     ) -> Option<Vec<Vec<f32>>> {
         let arithmetic = Arithmetic { isa: self.isa, precision: self.precision };
         forward(arithmetic, &self.config, &self.weights, steps, go_on)

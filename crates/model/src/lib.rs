@@ -27,6 +27,7 @@ pub use digest::file_digest;
 pub use error::{ModelError, Result};
 pub use forward::{ForwardRow, Segment, Source, Step};
 pub use language_model::{LanguageModel, ModelHeader, PromptTexts};
+pub use matkv_kernels::Layers;
 pub use matkv_kernels::team::Team;
 pub use prompt::{Message, Role};
 pub use pull::{PULLABLE, PullProgress, Pullable, model_path, pull, pulled};

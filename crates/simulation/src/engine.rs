@@ -46,6 +46,7 @@ fn logits(step: &mut Step<'_>) -> Vec<f32> {
                 let rows = (s.first_row as u64) << 32 | s.rows as u64;
                 hash = mix(hash ^ section(bytes, layout) ^ mix(rows));
             }
+            Source::Layers(..) => unreachable!("the engine is given whole chunks"),
         }
     }
     let mut out = vec![0.0; VOCAB];

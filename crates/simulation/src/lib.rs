@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod chunks;
+mod client;
 mod engine;
 mod random;
 mod sim;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crossbeam::channel::{Receiver, bounded};
 use matkv_decoder_core::{Batch, Limits, Turn};
 use matkv_loader_core::machine::{
-    Arena, ChunkSource, ChunkUse, CompileJob, Compiled, FillingSlot, Load, LoadMessage,
+    Arena, ChunkSource, ChunkUse, CompileJob, Compiled, FillingSlot, Leased, Load, LoadMessage,
     Materialize, Materialized, NearChunk, Planned, PolicyKind, RequestError, RequestState,
     Resident, Sessions, hand_over,
 };
@@ -15,6 +15,7 @@ use matkv_sys::Region;
 use matkv_types::{ChunkId, Digest, FinishReason, Mode, Sampling};
 
 use crate::chunks::{self, Chunk, PREFIX, Question, spec};
+use crate::client::Client;
 use crate::engine::{END, HashEngine};
 use crate::random::Random;
 use crate::world::{Effect, Faults, SimWorld};
@@ -57,14 +58,6 @@ enum Event {
     DecoderDies,
     DecoderJoins,
     LoaderDies,
-}
-
-/// A request as its client sees it.
-struct Client {
-    question: Question,
-    expected: Vec<u32>,
-    state: Option<Arc<RequestState>>,
-    left: bool,
 }
 
 /// Process A.
@@ -125,7 +118,7 @@ impl Event {
             Self::Leave(_) => "a client leaving",
             Self::Ingest(_) => "an ingest",
             Self::Forget(_) => "a deletion",
-            Self::Effect(Effect::Load(_)) => "a load",
+            Self::Effect(Effect::Load(..)) => "a load",
             Self::Effect(Effect::Compile { .. }) => "a computation",
             Self::Effect(Effect::Prefill(_)) => "a prefill",
             Self::Turn => "a token boundary",
@@ -290,7 +283,12 @@ impl Sim<'static> {
                 let id = self.chunks[n % self.chunks.len()].id;
                 self.loader.load.message(LoadMessage::Forget(vec![id]));
             }
-            Event::Effect(Effect::Load(done)) => self.loader.load.loaded(done),
+            Event::Effect(Effect::Load(done, growing)) => {
+                if let (Err(_), Some(growing)) = (&done.result, growing) {
+                    growing.fail();
+                }
+                self.loader.load.loaded(*done);
+            }
             Event::Effect(Effect::Compile { job, background }) => self.compiled(job, background),
             Event::Effect(Effect::Prefill(resident)) => self.prefilled(*resident)?,
             Event::Turn => self.turn()?,
@@ -322,7 +320,7 @@ impl Sim<'static> {
             self.after(time, Event::Effect(effect));
         }
         self.collect_ingests()?;
-        self.clients.iter().try_for_each(check_client)
+        self.clients.iter().try_for_each(Client::check)
     }
 
     fn ask(&mut self, n: usize) {
@@ -423,10 +421,23 @@ impl Sim<'static> {
     }
 
     /// What the compute thread does with a request, with the engine of hashes.
-    fn prefilled(&mut self, resident: Resident) -> Result<(), String> {
+    fn prefilled(&mut self, mut resident: Resident) -> Result<(), String> {
+        let there = resident.settle();
+        let coming = |c: &Leased| matches!(c, Leased::Coming(c) if c.growing().has_failed());
+        let again = resident.chunks.iter().any(coming);
+        let state = Arc::clone(&resident.planned.state);
+        if !there && !again && !state.is_cancelled() {
+            // It waits for a layer.
+            let effects = &mut self.loader.load.world().effects;
+            effects.push((1, Effect::Prefill(Box::new(resident))));
+            return Ok(());
+        }
         self.loader.load.world().prefills -= 1;
+        if again && !state.is_cancelled() {
+            self.loader.load.message(LoadMessage::Again(Box::new(resident)));
+            return Ok(());
+        }
         let planned = &resident.planned;
-        let state = Arc::clone(&planned.state);
         if state.is_cancelled() {
             drop(resident);
             state.end(Ok(FinishReason::Cancelled));
@@ -434,9 +445,9 @@ impl Sim<'static> {
         }
         let first = {
             let prefix = (self.loader.prefix.section(), self.loader.prefix.layout());
-            let chunk = |i: usize| {
-                let chunk = resident.leases[i].chunk();
-                (chunk.section(), chunk.layout())
+            let chunk = |i: usize| match &resident.chunks[i] {
+                Leased::Here(lease) => (lease.chunk().section(), lease.chunk().layout()),
+                Leased::Coming(_) => unreachable!("all chunks are there"),
             };
             let segments = chunks::segments(&planned.plan, prefix, chunk);
             let mut own = resident.own_rows().map_err(|e| e.to_string())?;
@@ -571,25 +582,4 @@ fn faults(random: &mut Random) -> Faults {
         loader: some(500),
         cancel: some(500),
     }
-}
-
-/// A client's answer is always the beginning of the right one, and the whole of it when it ends
-/// well.
-fn check_client(client: &Client) -> Result<(), String> {
-    let Some(state) = &client.state else { return Ok(()) };
-    state.look(|p| {
-        if !client.expected.starts_with(&p.tokens) {
-            return Err(format!("answer {:?}, expected {:?}", p.tokens, client.expected));
-        }
-        match &p.ended {
-            Some(Ok(FinishReason::Stop | FinishReason::Length)) if p.tokens != client.expected => {
-                Err(format!("it ended with {:?}, expected {:?}", p.tokens, client.expected))
-            }
-            Some(Ok(FinishReason::Cancelled)) if !client.left => {
-                Err("cancelled, and its client is there".into())
-            }
-            Some(Ok(FinishReason::Failed)) => Err("the decoder refused it".into()),
-            _ => Ok(()),
-        }
-    })
 }

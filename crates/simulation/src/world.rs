@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::io::{Error, ErrorKind};
+use std::sync::Arc;
 
 use matkv_format::ChunkFile;
 use matkv_loader_core::machine::{
-    CompileJob, Found, LoadJob, Loaded, Materialized, Resident, Tier, Unusable, World,
+    CompileJob, Found, Growing, LoadJob, Loaded, Materialized, Resident, Tier, Unusable, World,
 };
 use matkv_sys::SlotMut;
 use matkv_types::ChunkId;
@@ -34,8 +35,12 @@ pub(crate) struct Faults {
 
 /// What the load machine has asked for, with the time it takes.
 pub(crate) enum Effect {
-    Load(Loaded),
-    Compile { job: CompileJob, background: bool },
+    /// A load that ends, and those who are told if it does not end well.
+    Load(Box<Loaded>, Option<Arc<Growing>>),
+    Compile {
+        job: CompileJob,
+        background: bool,
+    },
     Prefill(Box<Resident>),
 }
 
@@ -116,7 +121,7 @@ impl World for SimWorld {
     }
 
     fn load(&mut self, job: LoadJob) -> Result<(), (SlotMut, Unusable)> {
-        let LoadJob { tag, id, tokens, mut target, .. } = job;
+        let LoadJob { tag, id, tokens, mut target, growing, .. } = job;
         match self.disk.get(&id) {
             None => return Err((target, Unusable::Missing)),
             Some(file) if file.len() > target.len() => {
@@ -139,7 +144,15 @@ impl World for SimWorld {
         if self.random.chance(self.faults.late) {
             time *= 100;
         }
-        self.effects.push((time, Effect::Load(Loaded { tag, target, result })));
+        // Final, or let go.
+        let result = result.map(|found| (found, target.freeze()));
+        if let (Ok((found, slot)), Some(growing)) = (&result, &growing) {
+            // Layers come before the load ends: some of them, or all.
+            let there = self.random.below(found.shape.layers as u64 + 1) as usize;
+            let layers = found.extents().take(there);
+            layers.for_each(|layer| growing.publish(slot.clone(), layer));
+        }
+        self.effects.push((time, Effect::Load(Box::new(Loaded { tag, result }), growing)));
         Ok(())
     }
 
@@ -173,6 +186,10 @@ impl World for SimWorld {
 
     fn background_has_room(&self) -> bool {
         self.background < BACKGROUND_MAX
+    }
+
+    fn overlap(&self) -> bool {
+        true
     }
 
     fn prefill(&mut self, resident: Resident) -> bool {

@@ -33,12 +33,19 @@ pub struct ReadRequest {
     pub parts: Vec<ReadPart>,
     /// Where to.
     pub target: SlotMut,
+    /// Those with less come first, equals in order of arrival, where an engine has a choice.
+    pub turn: u64,
 }
 
 impl ReadRequest {
     /// The first `len` bytes of one file.
     pub fn whole(tag: u64, file: Arc<File>, len: usize, target: SlotMut) -> Self {
-        Self { tag, parts: vec![ReadPart { file, file_offset: 0, offset: 0, len }], target }
+        Self {
+            tag,
+            parts: vec![ReadPart { file, file_offset: 0, offset: 0, len }],
+            target,
+            turn: 0,
+        }
     }
 
     /// Whether every part lies inside the target.

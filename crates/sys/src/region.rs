@@ -133,7 +133,7 @@ impl Region {
             ledger.insert(range.start, Loan { end: range.end, shared: 1 });
         }
         drop(ledger);
-        Ok(SlotRef { region: Arc::clone(self), range })
+        Ok(SlotRef { region: Arc::clone(self), range, parts: Vec::new() })
     }
 
     /// Atomic words; they alias each other freely, but never a handle's bytes by protocol.
@@ -237,6 +237,15 @@ impl SlotMut {
         (unsafe { std::ptr::read(&this.region) }, this.range.clone())
     }
 
+    /// Gives up writing to the first `at` bytes, which are final; the others stay as they are.
+    ///
+    /// # Panics
+    /// As [`Self::split`].
+    pub fn freeze_front(self, at: usize) -> (SlotRef, Self) {
+        let (front, rest) = self.split(at);
+        (front.freeze(), rest)
+    }
+
     /// Gives up writing: the bytes are final.
     pub fn freeze(self) -> SlotRef {
         let (region, range) = self.into_parts();
@@ -246,7 +255,7 @@ impl SlotMut {
             loan.shared = 1;
         }
         drop(ledger);
-        SlotRef { region, range }
+        SlotRef { region, range, parts: Vec::new() }
     }
 }
 
@@ -280,9 +289,39 @@ impl Drop for SlotMut {
 pub struct SlotRef {
     region: Arc<Region>,
     range: Range<usize>,
+    /// Handles that together cover the range, in whose place this one is; none if the loan is its
+    /// own.
+    parts: Vec<SlotRef>,
 }
 
 impl SlotRef {
+    /// One handle over what several cover, one after the other. Others may still hold the parts.
+    ///
+    /// # Panics
+    /// If there is none, or they do not follow each other in one region.
+    pub fn joined(parts: Vec<Self>) -> Self {
+        let follow = |w: &[Self]| {
+            Arc::ptr_eq(&w[0].region, &w[1].region) && w[0].range.end == w[1].range.start
+        };
+        assert!(parts.windows(2).all(follow), "handles that do not follow each other");
+        let (first, last) = (&parts[0], &parts[parts.len() - 1]);
+        let (region, range) = (Arc::clone(&first.region), first.range.start..last.range.end);
+        let mut flat = Vec::with_capacity(parts.len());
+        for mut part in parts {
+            match std::mem::take(&mut part.parts) {
+                own if own.is_empty() => flat.push(part),
+                own => {
+                    flat.extend(own);
+                    // Its loans live on in its parts.
+                    let part = std::mem::ManuallyDrop::new(part);
+                    // SAFETY: `part` is never dropped, so its Arc is taken out exactly once.
+                    drop(unsafe { std::ptr::read(&part.region) });
+                }
+            }
+        }
+        Self { region, range, parts: flat }
+    }
+
     /// Offset and end in the region.
     pub fn range(&self) -> Range<usize> {
         self.range.clone()
@@ -291,12 +330,15 @@ impl SlotRef {
 
 impl Clone for SlotRef {
     fn clone(&self) -> Self {
+        if !self.parts.is_empty() {
+            return Self::joined(self.parts.clone());
+        }
         let mut ledger = self.region.ledger.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(loan) = ledger.get_mut(&self.range.start) {
             loan.shared += 1;
         }
         drop(ledger);
-        Self { region: Arc::clone(&self.region), range: self.range.clone() }
+        Self { region: Arc::clone(&self.region), range: self.range.clone(), parts: Vec::new() }
     }
 }
 
@@ -316,7 +358,9 @@ impl Deref for SlotRef {
 
 impl Drop for SlotRef {
     fn drop(&mut self) {
-        self.region.release(self.range.start);
+        if self.parts.is_empty() {
+            self.region.release(self.range.start);
+        }
     }
 }
 
@@ -377,6 +421,27 @@ mod tests {
         let shared = whole.freeze();
         assert!(region.exclusive(16384..20480).is_err());
         drop(shared);
+        assert_eq!(region.handles(), 0);
+    }
+
+    #[test]
+    fn frozen_parts_make_a_whole() {
+        let region = Region::anonymous(64 << 10);
+        let mut all = region.exclusive(4096..20480).unwrap();
+        all.iter_mut().zip((0..=255).cycle()).for_each(|(to, x)| *to = x);
+        let wanted = all.to_vec();
+        let (a, rest) = all.freeze_front(4096);
+        let reader = a.clone();
+        let (b, rest) = rest.freeze_front(8192);
+        let whole = SlotRef::joined(vec![a, b, rest.freeze()]);
+        assert_eq!((whole.range(), &whole[..]), (4096..20480, &wanted[..]));
+        let other = whole.clone();
+        drop(whole);
+        assert_eq!(&other[..], &wanted[..]);
+        drop(other);
+        assert_eq!((region.handles(), &reader[..]), (1, &wanted[..4096]));
+        assert!(region.exclusive(8192..20480).is_ok());
+        drop(reader);
         assert_eq!(region.handles(), 0);
     }
 

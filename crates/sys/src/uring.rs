@@ -67,7 +67,7 @@ struct Driver {
     base: usize,
     region_bytes: usize,
     operations: Vec<Option<Operation>>,
-    /// Operations with bytes no piece covers yet, in order of arrival.
+    /// Operations with bytes no piece covers yet, in order of their turns.
     open: VecDeque<usize>,
     /// Short reads to be continued.
     again: Vec<Piece>,
@@ -210,8 +210,13 @@ impl Driver {
                         self.operations.push(None);
                         self.operations.len() - 1
                     });
+                    let turn = operation.request.turn;
                     self.operations[at] = Some(operation);
-                    self.open.push_back(at);
+                    let later = |o: &usize| {
+                        self.operations[*o].as_ref().is_some_and(|o| o.request.turn > turn)
+                    };
+                    let place = self.open.iter().position(later).unwrap_or(self.open.len());
+                    self.open.insert(place, at);
                 }
                 Err(TryRecvError::Empty) => return false,
                 Err(TryRecvError::Disconnected) => return true,

@@ -104,7 +104,7 @@ fn stripes(
     for region in [Arc::clone(region), Region::anonymous(UNIT * UNITS)] {
         let target = region.exclusive(0..UNIT * UNITS).unwrap();
         let parts = units.iter().enumerate().map(part).collect();
-        engine.submit(ReadRequest { tag: 7, parts, target });
+        engine.submit(ReadRequest { tag: 7, parts, target, turn: 0 });
         let done = completions.recv().unwrap();
         done.result.unwrap();
         assert!(done.target[..whole.len()] == whole[..], "units in the wrong places");
@@ -123,7 +123,7 @@ fn outside(
     let file = Arc::new(DirectFile::open(&path).unwrap().file);
     let target = region.exclusive(0..4096).unwrap();
     let part = ReadPart { file, file_offset: 0, offset: 0, len: 8192 };
-    engine.submit(ReadRequest { tag: 8, parts: vec![part], target });
+    engine.submit(ReadRequest { tag: 8, parts: vec![part], target, turn: 0 });
     let error = completions.recv().unwrap().result.expect_err("it does not fit");
     assert_eq!(error.kind(), std::io::ErrorKind::InvalidInput);
 }

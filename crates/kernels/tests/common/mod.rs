@@ -3,8 +3,8 @@
 
 use matkv_kernels::reference::{Row, attention, rotate};
 use matkv_kernels::{
-    ActivationsMut, Attention, AttentionJob, Isa, LayerInput, RotaryEmbedding, SegmentView, read_k,
-    read_v, rotate_heads, write_rows,
+    ActivationsMut, Attention, AttentionJob, Isa, LayerInput, RotaryEmbedding, Section,
+    SegmentView, read_k, read_v, rotate_heads, write_rows,
 };
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, KvShape, Precision, bf16_to_f32, f32_to_bf16};
 use rand::rngs::StdRng;
@@ -163,7 +163,7 @@ impl Case {
     /// What attention takes, every segment with a rotation of its own.
     pub fn job(&self) -> AttentionJob<'_> {
         let segments = self.segs.iter().enumerate().map(|(rotation, s)| SegmentView {
-            section: Some(&s.bytes),
+            section: Section::Whole(&s.bytes),
             layout: s.layout,
             first_row: s.first_row,
             rows: s.rows,

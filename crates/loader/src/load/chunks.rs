@@ -5,7 +5,7 @@ use std::sync::Arc;
 use matkv_store::Tier;
 use matkv_sys::{CrashPoint, crash_point};
 use matkv_telemetry::names;
-use matkv_types::ChunkId;
+use matkv_types::{ChunkId, KvLayout};
 
 use super::{Load, Loading, Pending, Reading, Waiting, count, exclusive};
 use crate::arena::{ChunkSlot, FillingSlot};
@@ -13,6 +13,7 @@ use crate::cache::Arrival;
 use crate::compile::{CompileJob, Compiled};
 use crate::error::RequestError;
 use crate::flash::Unusable;
+use crate::growing::Growing;
 use crate::request::{ChunkSource, Lease, Materialized, NearChunk};
 use crate::world::{LOADS_MAX, LoadJob, Loaded, World};
 
@@ -49,7 +50,8 @@ impl<W: World> Load<W> {
         let found = match located {
             Ok(found) => found,
             Err(reason) => {
-                self.loading.insert(id, Loading { tokens, extent: None, prefetch });
+                let growing = None;
+                self.loading.insert(id, Loading { tokens, extent: None, prefetch, growing });
                 let slot = exclusive(&extent);
                 self.compute_instead(id, FillingSlot { slot, extent }, &reason);
                 return true;
@@ -57,17 +59,23 @@ impl<W: World> Load<W> {
         };
         self.next_read += 1;
         let (tag, target) = (self.next_read, exclusive(&extent));
-        let job = LoadJob { tag, id, tokens: Arc::clone(&tokens), found, target };
+        // A file of the cold tier comes whole.
+        let layout = KvLayout::new(self.spec.shape, form, rows);
+        let growing = (found.tier == Tier::Flash).then(|| Growing::new(layout));
+        let (tokens_, growing_) = (Arc::clone(&tokens), growing.clone());
+        let job = LoadJob { tag, id, tokens: tokens_, found, target, growing: growing_ };
         match self.world.load(job) {
             Ok(()) => {
                 let started_ms = self.world.now_ms();
                 self.reads.insert(tag, Reading { id, found, started_ms });
-                self.loading.insert(id, Loading { tokens, extent: Some(extent), prefetch });
+                let extent = Some(extent);
+                self.loading.insert(id, Loading { tokens, extent, prefetch, growing });
                 crash_point(CrashPoint::LoadSubmitted);
             }
             Err((slot, _)) if prefetch => drop(FillingSlot { slot, extent }),
             Err((slot, reason)) => {
-                self.loading.insert(id, Loading { tokens, extent: None, prefetch });
+                let growing = None;
+                self.loading.insert(id, Loading { tokens, extent: None, prefetch, growing });
                 self.fill_instead(id, FillingSlot { slot, extent }, &reason);
             }
         }
@@ -77,18 +85,18 @@ impl<W: World> Load<W> {
     /// A load has ended, well or not.
     pub fn loaded(&mut self, done: Loaded) {
         let Some(Reading { id, found, .. }) = self.reads.remove(&done.tag) else {
-            // It took too long; only now does its memory come back.
-            drop(done.target);
-            self.abandoned.remove(&done.tag);
+            // It took too long; only now is its memory let go, and it comes back when nobody reads
+            // what had come of it.
+            drop(done.result);
+            self.expire();
             return;
         };
         let Some(loading) = self.loading.get_mut(&id) else { return };
         let Some(extent) = loading.extent.take() else { return };
         crash_point(CrashPoint::LoadRead);
         let prefetch = loading.prefetch;
-        let filling = FillingSlot { slot: done.target, extent };
         match done.result {
-            Ok(file) => {
+            Ok((file, slot)) => {
                 metrics::counter!(names::LOADS).increment(1);
                 metrics::counter!(names::LOAD_BYTES).increment(file.file_len() as u64);
                 let source = match found.tier {
@@ -100,12 +108,21 @@ impl<W: World> Load<W> {
                     count(found.tier.as_str(), &["served"], file.rows);
                 }
                 let arrival = if prefetch { Arrival::Prefetched } else { Arrival::Demanded };
-                self.settle(Arc::new(filling.freeze_chunk(id, &file)), source, arrival);
+                let chunk = ChunkSlot::of_file(id, &file, slot, extent);
+                self.settle(Arc::new(chunk), source, arrival);
             }
             Err(_) if prefetch => {
                 self.loading.remove(&id);
             }
-            Err(reason) => self.fill_instead(id, filling, &reason),
+            Err(reason) => match extent.exclusive() {
+                Ok(slot) => self.fill_instead(id, FillingSlot { slot, extent }, &reason),
+                Err(_) => {
+                    // Somebody still reads what had come of it.
+                    self.abandoned.insert(done.tag, extent);
+                    self.loading.remove(&id);
+                    self.compute_only.insert(id);
+                }
+            },
         }
     }
 
@@ -122,6 +139,9 @@ impl<W: World> Load<W> {
             let Some(loading) = self.loading.remove(&id) else { continue };
             metrics::counter!(names::LOADS_LATE).increment(1);
             tracing::warn!("chunk {id}: {}; computing it", Unusable::Late(most));
+            if let Some(growing) = &loading.growing {
+                growing.fail();
+            }
             self.abandoned.extend(loading.extent.map(|extent| (tag, extent)));
             self.world.late(&id, found);
             if !loading.prefetch {
@@ -237,7 +257,9 @@ impl<W: World> Load<W> {
     /// can evict it.
     fn settle(&mut self, chunk: Arc<ChunkSlot>, source: ChunkSource, arrival: Arrival) {
         let id = chunk.id();
-        self.loading.remove(&id);
+        if let Some(growing) = self.loading.remove(&id).and_then(|l| l.growing) {
+            growing.complete(Arc::clone(&chunk));
+        }
         for request in self.waiting.iter_mut().filter_map(Waiting::request) {
             for (use_, lease) in request.planned.chunks.iter_mut().zip(&mut request.leases) {
                 if use_.id == id && lease.is_none() {

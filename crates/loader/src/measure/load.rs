@@ -197,7 +197,7 @@ impl Bench {
             let placement = read.chunk(&id).map_err(text)?.and_then(|r| r.flash);
             let bytes = placement.ok_or("a chunk has left flash")?.bytes;
             let found = Found { tier: Tier::Flash, encoding: self.encoding, bytes };
-            jobs.push(LoadJob { tag, id, tokens, found, target });
+            jobs.push(LoadJob { tag, id, tokens, found, target, growing: None });
         }
         drop(read);
         let started = Instant::now();

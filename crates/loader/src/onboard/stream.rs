@@ -6,24 +6,31 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use matkv_format::{ChunkFile, Expectation, FormatError, Superblock};
-use matkv_sys::{ReadDone, SlotMut};
+use matkv_sys::{ReadDone, SlotMut, SlotRef};
 use matkv_types::{Encoding, KvLayout};
 use rayon::prelude::*;
 
 use crate::flash::Unusable;
+use crate::growing::Growing;
 
 /// Bytes of a piece, so that a device and those who decode its bytes work at the same time.
 const PIECE_BYTES: usize = 2 << 20;
 /// Pieces of a file: what an engine takes at once is bounded.
 pub(super) const PIECES_MAX: usize = 8;
 
+/// Bytes of the first piece: whoever computes with the first layers need not wait for more.
+const FIRST_PIECE_BYTES: usize = 1 << 20;
+
 /// Where pieces of a file begin and end.
 pub(super) fn pieces(len: usize) -> Vec<Range<usize>> {
-    let piece = len.div_ceil(PIECES_MAX).max(PIECE_BYTES).next_multiple_of(4096);
-    (0..len).step_by(piece).map(|start| start..(start + piece).min(len)).collect()
+    let first = FIRST_PIECE_BYTES.min(len);
+    let piece = (len - first).div_ceil(PIECES_MAX - 1).max(PIECE_BYTES).next_multiple_of(4096);
+    let others = (first..len).step_by(piece).map(|start| start..(start + piece).min(len));
+    std::iter::once(0..first).chain(others).collect()
 }
 
 /// Splits memory at these boundaries; what is left over comes last.
@@ -52,12 +59,14 @@ pub(super) struct Stream {
     base: usize,
     /// Pieces that are with the device.
     missing: usize,
-    /// The beginning of the file, as far as it is there.
-    prefix: Option<SlotMut>,
-    /// Pieces whose turn has not come, and memory behind the file, by where they begin.
+    /// The beginning of the file, as far as it is there: nobody writes it any more.
+    prefix: Option<SlotRef>,
+    /// Pieces whose turn has not come, by where they begin.
     early: BTreeMap<usize, SlotMut>,
     /// Where the layers of a file in another form go; one in its arena form stays where it is.
-    slot: Option<SlotMut>,
+    slot: Option<Decoded>,
+    /// Whoever computes with layers as they come.
+    growing: Option<Arc<Growing>>,
     found: Option<Superblock>,
     /// Layers that are verified and in their arena form.
     layers: usize,
@@ -66,12 +75,18 @@ pub(super) struct Stream {
     decoding: Duration,
 }
 
+/// A slot that layers are decoded into.
+struct Decoded {
+    /// Layers that are there, and what lies before them.
+    done: Vec<SlotRef>,
+    /// The others.
+    rest: Option<SlotMut>,
+}
+
 /// How a stream has ended.
 pub(super) struct Ended {
-    /// The slot.
-    pub slot: SlotMut,
-    /// What the file says of itself, or why it cannot be used.
-    pub outcome: Result<Superblock, Unusable>,
+    /// What the file says of itself, and the slot it is in, or why it cannot be used.
+    pub outcome: Result<(Superblock, SlotRef), Unusable>,
     /// Spent on decoding; nothing if there was nothing to decode.
     pub decoding: Option<Duration>,
 }
@@ -88,24 +103,22 @@ impl Stream {
         (len, expected): (usize, Encoding),
         memory: SlotMut,
         slot: Option<SlotMut>,
+        growing: Option<Arc<Growing>>,
     ) -> (Self, Vec<(Range<usize>, SlotMut)>) {
         let base = memory.range().start;
         let ranges = pieces(len);
         let mut parts = split(memory, &ranges);
-        let mut early = BTreeMap::new();
-        if parts.len() > ranges.len()
-            && let Some(rest) = parts.pop()
-        {
-            early.insert(rest.range().start, rest);
-        }
+        // Memory behind the file is nobody's until the slot is.
+        parts.truncate(ranges.len());
         let this = Self {
             len,
             expected,
             base,
             missing: ranges.len(),
             prefix: None,
-            early,
-            slot,
+            early: BTreeMap::new(),
+            slot: slot.map(|rest| Decoded { done: Vec::new(), rest: Some(rest) }),
+            growing,
             found: None,
             layers: 0,
             failed: None,
@@ -127,8 +140,10 @@ impl Stream {
         self.early.insert(piece.target.range().start, piece.target);
         while let Some((start, piece)) = self.early.pop_first() {
             self.prefix = match self.prefix.take() {
-                None if start == self.base => Some(piece),
-                Some(prefix) if prefix.range().end == start => Some(prefix.join(piece)),
+                None if start == self.base => Some(piece.freeze()),
+                Some(prefix) if prefix.range().end == start => {
+                    Some(SlotRef::joined(vec![prefix, piece.freeze()]))
+                }
                 prefix => {
                     self.prefix = prefix;
                     self.early.insert(start, piece);
@@ -170,25 +185,33 @@ impl Stream {
         let there = found.extents().skip(first).take_while(|e| e.end <= file.len()).count();
         match &mut self.slot {
             None => {
-                (first..first + there)
-                    .try_for_each(|i| ChunkFile::verify_layer(file, found, i))
-                    .map_err(damaged)?;
+                for (i, extent) in found.extents().enumerate().skip(first).take(there) {
+                    ChunkFile::verify_layer(file, found, i).map_err(damaged)?;
+                    if let Some(growing) = &self.growing {
+                        growing.publish(prefix.clone(), extent);
+                    }
+                }
             }
-            Some(slot) => {
+            Some(slot) if there > 0 => {
                 let started = Instant::now();
                 let form = found.encoding.in_arena().dtype;
-                let kv = &mut slot[ChunkFile::kv_range(found.shape, form, found.rows)];
                 let stride = KvLayout::new(found.shape, form, found.rows).layer_stride();
-                let layers = &mut kv[first * stride..(first + there) * stride];
+                let kv = ChunkFile::kv_range(found.shape, form, found.rows);
+                let before = if slot.done.is_empty() { kv.start } else { 0 };
+                let end = before + there * stride;
+                let rest = slot.rest.as_deref_mut().unwrap_or_default();
                 let restored = pool.install(|| {
-                    layers.par_chunks_exact_mut(stride).enumerate().try_for_each(|(i, layer)| {
+                    let layers = rest[before..end].par_chunks_exact_mut(stride).enumerate();
+                    layers.into_par_iter().try_for_each(|(i, layer)| {
                         ChunkFile::verify_layer(file, found, first + i)?;
                         ChunkFile::restore_layer(file, found, first + i, layer)
                     })
                 });
                 restored.map_err(damaged)?;
+                slot.take_over(end, stride, there, self.growing.as_deref());
                 self.decoding += started.elapsed();
             }
+            Some(_) => {}
         }
         self.layers += there;
         if self.missing == 0 {
@@ -210,16 +233,44 @@ impl Stream {
         Ok(found)
     }
 
-    /// Gives everything back once the device has nothing of it; none before.
+    /// What has come of it, once the device has nothing of it; none before.
     pub fn end(self) -> Option<Ended> {
-        let decoded = self.slot.is_some();
-        let slot = self.slot.or(self.prefix).filter(|_| self.missing == 0)?;
-        let missing = || Unusable::Unreadable("nothing of it was read".into());
-        let outcome = match self.failed {
-            Some(reason) => Err(reason),
-            None => self.found.ok_or_else(missing),
+        if self.missing > 0 {
+            return None;
+        }
+        let decoding = self.slot.is_some().then_some(self.decoding);
+        let slot = match self.slot {
+            Some(Decoded { mut done, rest }) => {
+                done.extend(rest.map(SlotMut::freeze));
+                Some(SlotRef::joined(done))
+            }
+            None => self.prefix,
         };
-        Some(Ended { slot, outcome, decoding: decoded.then_some(self.decoding) })
+        let outcome = match (self.failed, self.found.zip(slot)) {
+            (Some(reason), _) => Err(reason),
+            (None, Some(loaded)) => Ok(loaded),
+            (None, None) => Err(Unusable::Unreadable("nothing of it was read".into())),
+        };
+        Some(Ended { outcome, decoding })
+    }
+}
+
+impl Decoded {
+    /// The first `end` bytes of what is left are final, the last of them `there` layers.
+    fn take_over(&mut self, end: usize, stride: usize, there: usize, growing: Option<&Growing>) {
+        let Some(rest) = self.rest.take() else { return };
+        let front = if end < rest.len() {
+            let (front, rest) = rest.freeze_front(end);
+            self.rest = Some(rest);
+            front
+        } else {
+            rest.freeze()
+        };
+        if let Some(growing) = growing {
+            let layers = (end - there * stride..end).step_by(stride);
+            layers.for_each(|at| growing.publish(front.clone(), at..at + stride));
+        }
+        self.done.push(front);
     }
 }
 
@@ -238,10 +289,12 @@ pub(super) fn usable(found: &Superblock, len: usize, expected: Encoding) -> Resu
 
 #[cfg(test)]
 mod tests {
+    use matkv_model::Layers;
     use matkv_sys::Region;
     use matkv_types::{ChunkId, Codec, ContentId, Digest, Fingerprint, KvDtype, KvShape};
 
     use super::*;
+    use crate::growing::Wait;
 
     const SHAPE: KvShape = KvShape { layers: 7, kv_heads: 3, head_dim: 64 };
     const FP: Fingerprint = Fingerprint(Digest([1; 32]));
@@ -271,17 +324,21 @@ mod tests {
         expected: Encoding,
         order: impl Fn(usize) -> Vec<usize>,
         spoil: impl Fn(usize) -> std::io::Result<()>,
-    ) -> (Vec<u8>, Result<Superblock, Unusable>) {
+    ) -> Result<(Superblock, Vec<u8>), Unusable> {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().unwrap();
         let form = expected.in_arena().dtype;
         let slot_len = ChunkFile::len(SHAPE, form, tokens.len()) + 8192;
-        let slot = Region::anonymous(slot_len).exclusive(0..slot_len).unwrap();
+        let region = Region::anonymous(slot_len);
+        let slot = region.exclusive(0..slot_len).unwrap();
+        let growing = Growing::new(KvLayout::new(SHAPE, form, tokens.len()));
+        let reader = growing.reader().unwrap();
         let (memory, slot) = if expected.is_arena_form() {
             (slot, None)
         } else {
             (Region::anonymous(bytes.len()).exclusive(0..bytes.len()).unwrap(), Some(slot))
         };
-        let (mut stream, pieces) = Stream::new((bytes.len(), expected), memory, slot);
+        let (mut stream, pieces) =
+            Stream::new((bytes.len(), expected), memory, slot, Some(Arc::clone(&growing)));
         let mut pieces: Vec<Option<_>> = pieces.into_iter().map(Some).collect();
         assert!(pieces.len() > 1, "more than one piece");
         for i in order(pieces.len()) {
@@ -291,9 +348,24 @@ mod tests {
             stream.receive(ReadDone { tag: 1, target, result: spoil(i) });
             stream.advance(&pool, &expect(tokens));
         }
-        let ended = stream.end().unwrap();
-        assert_eq!(ended.slot.len(), slot_len);
-        (ended.slot.to_vec(), ended.outcome)
+        let outcome = stream.end().unwrap().outcome.map(|(found, slot)| {
+            let kv = ChunkFile::kv_range(SHAPE, form, tokens.len());
+            let stride = reader_stride(form, tokens.len());
+            for (i, layer) in slot[kv].chunks_exact(stride).enumerate() {
+                assert_eq!(reader.wait(i, Duration::ZERO), Wait::Ready);
+                assert!(reader.layer(i) == layer);
+            }
+            (found, slot.to_vec())
+        });
+        // Whatever has come of it, all memory comes back.
+        growing.fail();
+        drop(reader);
+        assert_eq!(region.handles(), 0);
+        outcome
+    }
+
+    fn reader_stride(form: KvDtype, rows: usize) -> usize {
+        KvLayout::new(SHAPE, form, rows).layer_stride()
     }
 
     fn encodings() -> [Encoding; 4] {
@@ -324,8 +396,9 @@ mod tests {
             let mut wanted = vec![0; kv.len()];
             crate::compile::restore(&bytes, &found, &mut wanted).unwrap();
             for order in orders() {
-                let (slot, outcome) = arrive(&bytes, &tokens, encoding, order, |_| Ok(()));
-                assert_eq!(outcome.unwrap(), found);
+                let loaded = arrive(&bytes, &tokens, encoding, order, |_| Ok(()));
+                let (head, slot) = loaded.unwrap();
+                assert_eq!(head, found);
                 assert!(slot[kv.clone()] == wanted, "{encoding}");
             }
         }
@@ -341,7 +414,7 @@ mod tests {
             for (at, order) in at.into_iter().zip(orders().into_iter().cycle()) {
                 let mut bytes = good.clone();
                 bytes[at] ^= 4;
-                let (_, outcome) = arrive(&bytes, &tokens, encoding, order, |_| Ok(()));
+                let outcome = arrive(&bytes, &tokens, encoding, order, |_| Ok(()));
                 assert!(matches!(outcome, Err(Unusable::Damaged(_))), "{encoding} at {at}");
             }
         }
@@ -354,12 +427,12 @@ mod tests {
         let bytes = file(&tokens, encoding.dtype, encoding.codec);
         for order in orders() {
             let spoil = |i| if i == 1 { Err(std::io::Error::other("EIO")) } else { Ok(()) };
-            let (_, outcome) = arrive(&bytes, &tokens, encoding, order, spoil);
+            let outcome = arrive(&bytes, &tokens, encoding, order, spoil);
             assert!(matches!(outcome, Err(Unusable::Unreadable(_))));
         }
         // Another file than the index says: not its fault, but not what there is room for either.
         let other = Encoding::new(KvDtype::Bf16, Codec::None);
-        let (_, outcome) = arrive(&bytes, &tokens, other, orders()[0], |_| Ok(()));
+        let outcome = arrive(&bytes, &tokens, other, orders()[0], |_| Ok(()));
         assert!(matches!(outcome, Err(Unusable::Unreadable(_))), "{outcome:?}");
     }
 
