@@ -63,6 +63,23 @@ impl ChunkFile {
         expect: &Expectation<'_>,
         dtype: KvDtype,
     ) -> Result<Superblock, FormatError> {
+        Self::encode_with(rows, out, expect, dtype, |kv, stride, encode| {
+            kv.chunks_exact_mut(stride).enumerate().for_each(|(i, layer)| encode(i, layer));
+        })
+    }
+
+    /// The same; `for_each_layer` gets the KV section, the bytes of a layer, and what is to be done
+    /// with each layer and its number, in any order and on any thread.
+    ///
+    /// # Errors
+    /// As [`Self::seal`].
+    pub fn encode_with(
+        rows: &mut [u8],
+        out: &mut [u8],
+        expect: &Expectation<'_>,
+        dtype: KvDtype,
+        for_each_layer: impl FnOnce(&mut [u8], usize, &(dyn Fn(usize, &mut [u8]) + Sync)),
+    ) -> Result<Superblock, FormatError> {
         let to = layout(out.len(), expect, dtype)?;
         let from = KvLayout::new(expect.shape, KvDtype::Bf16, to.rows);
         if rows.len() != from.total_bytes() {
@@ -73,10 +90,10 @@ impl ChunkFile {
         if dtype == KvDtype::Bf16 {
             out[kv].copy_from_slice(rows);
         } else {
-            let layers = rows.chunks_exact(from.layer_stride());
-            for (source, target) in layers.zip(out[kv].chunks_exact_mut(to.layer_stride())) {
-                quantize::encode_layer(source, target, &to);
-            }
+            let (rows, stride) = (&*rows, from.layer_stride());
+            for_each_layer(&mut out[kv], to.layer_stride(), &|i, target| {
+                quantize::encode_layer(&rows[i * stride..(i + 1) * stride], target, &to);
+            });
         }
         Ok(finish(out, expect, &to))
     }

@@ -18,7 +18,7 @@ pub const QUANT_BLOCK: usize = 32;
 /// Columns of a tile.
 const TILE: usize = LANES;
 /// Rows that share the weights in registers.
-const ROWS: usize = 4;
+const ROWS: usize = 8;
 /// Scales, and minimums, of one block of a tile.
 const SCALE_BYTES: usize = 2 * TILE;
 /// Bytes of weights one task reads at most: threads that are late leave less to wait for.
@@ -277,7 +277,9 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
             w[1] = w[1].add(stride);
         }
         for b in 0..blocks {
-            // Two chains a sum, so that none waits for itself; integers add up in any order.
+            // A few sums have two chains each, so that none waits for itself; integers add up in
+            // any order.
+            let chains = if M * N < 4 { 2 } else { 1 };
             let mut sums = [[[L::zero_i(); 2]; N]; M];
             let a = t.rows.codes.as_ptr().add(row * k + b * QUANT_BLOCK);
             if FOUR {
@@ -292,7 +294,7 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
                         for (i, sums) in sums.iter_mut().enumerate() {
                             let a = a.add(i * k + g * 8 + 2 * s).cast::<u32>().read_unaligned();
                             for (sums, codes) in sums.iter_mut().zip(&codes) {
-                                sums[s % 2] = L::dot_i16(sums[s % 2], a, codes[s]);
+                                sums[s % chains] = L::dot_i16(sums[s % chains], a, codes[s]);
                             }
                         }
                     }
@@ -307,7 +309,7 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
                     for (i, sums) in sums.iter_mut().enumerate() {
                         let a = a.add(i * k + 2 * p).cast::<u32>().read_unaligned();
                         for (sums, codes) in sums.iter_mut().zip(codes) {
-                            sums[p % 2] = L::dot_i16(sums[p % 2], a, codes);
+                            sums[p % chains] = L::dot_i16(sums[p % chains], a, codes);
                         }
                     }
                 }
@@ -374,8 +376,15 @@ unsafe fn rows_of<L: Lanes, const N: usize, const FOUR: bool>(t: &Task<'_>, tile
     // SAFETY: rows and tiles exist.
     unsafe {
         while rows - row >= ROWS {
-            some_tiles::<L, ROWS, N, FOUR>(t, row, tile);
+            // As many sums as two tiles of half as many rows, and weights are taken apart once.
+            for i in 0..N {
+                some_tiles::<L, ROWS, 1, FOUR>(t, row, tile + i);
+            }
             row += ROWS;
+        }
+        if rows - row >= 4 {
+            some_tiles::<L, 4, N, FOUR>(t, row, tile);
+            row += 4;
         }
         match rows - row {
             3 => some_tiles::<L, 3, N, FOUR>(t, row, tile),

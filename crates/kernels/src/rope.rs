@@ -4,6 +4,9 @@
 //! at one position is read at another by rotating the query by the difference: the key rows are
 //! never touched. At position 131,072 an angle computed in f32 is off by 0.004 rad; hence f64.
 
+use crate::isa::{Isa, dispatch};
+use crate::lanes::Lanes;
+
 /// Which dimensions form a rotation pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeStyle {
@@ -73,17 +76,48 @@ pub fn rotate_heads(
     out: &mut [f32],
 ) {
     let (cos, sin) = angles.row(i);
+    assert!(x.len() == out.len() && x.len().is_multiple_of(2 * cos.len()));
+    // SAFETY: nothing is asked but the instruction set.
+    unsafe { rotate(Isa::detect(), style, (cos, sin), x, scale, out) };
+}
+
+dispatch! {
+    /// Plain loops, compiled for each instruction set.
+    unsafe fn rotate => rotate_body(
+        style: RopeStyle, angles: (&[f32], &[f32]), x: &[f32], scale: f32, out: &mut [f32],
+    )
+}
+
+#[inline(always)]
+unsafe fn rotate_body<L: Lanes>(
+    style: RopeStyle,
+    (cos, sin): (&[f32], &[f32]),
+    x: &[f32],
+    scale: f32,
+    out: &mut [f32],
+) {
     let half = cos.len();
-    assert!(x.len() == out.len() && x.len().is_multiple_of(2 * half));
     for (x, out) in x.chunks_exact(2 * half).zip(out.chunks_exact_mut(2 * half)) {
-        for p in 0..half {
-            let (a, b) = match style {
-                RopeStyle::Interleaved => (2 * p, 2 * p + 1),
-                RopeStyle::HalfSplit => (p, p + half),
-            };
-            let (u, v) = (x[a] * scale, x[b] * scale);
-            out[a] = u * cos[p] - v * sin[p];
-            out[b] = u * sin[p] + v * cos[p];
+        let angles = cos.iter().zip(sin);
+        match style {
+            RopeStyle::Interleaved => {
+                let pairs = x.chunks_exact(2).zip(out.chunks_exact_mut(2));
+                for ((x, out), (cos, sin)) in pairs.zip(angles) {
+                    let (u, v) = (x[0] * scale, x[1] * scale);
+                    out[0] = u * cos - v * sin;
+                    out[1] = u * sin + v * cos;
+                }
+            }
+            RopeStyle::HalfSplit => {
+                let (x, y) = x.split_at(half);
+                let (first, second) = out.split_at_mut(half);
+                let pairs = x.iter().zip(y).zip(first.iter_mut().zip(second));
+                for (((x, y), (first, second)), (cos, sin)) in pairs.zip(angles) {
+                    let (u, v) = (x * scale, y * scale);
+                    *first = u * cos - v * sin;
+                    *second = u * sin + v * cos;
+                }
+            }
         }
     }
 }

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use matkv_format::{ChunkFile, Superblock};
+use matkv_kernels::team;
 use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
 use matkv_sys::{Region, SlotMut};
 use matkv_types::{ChunkId, Digest, KvDtype, KvLayout};
@@ -132,16 +133,20 @@ impl Compilation {
         let expect = core.spec.expectation(self.job.id, &self.job.tokens);
         let (dtype, slot) = (core.spec.encoding.dtype, &mut self.job.filling.slot);
         let text = |e: matkv_format::FormatError| e.to_string();
+        let layers = |kv: &mut [u8], stride: usize, encode: &(dyn Fn(usize, &mut [u8]) + Sync)| {
+            team::for_each_part(kv, stride, encode);
+        };
         let Some(rows) = &mut self.rows else {
             return ChunkFile::seal(slot, &expect).map(|found| (found, None)).map_err(text);
         };
         if dtype.in_arena() == dtype {
-            let found = ChunkFile::encode(rows, slot, &expect, dtype).map_err(text)?;
+            let found = ChunkFile::encode_with(rows, slot, &expect, dtype, layers).map_err(text)?;
             return Ok((found, None));
         }
         let bytes = ChunkFile::len(core.spec.shape, dtype, self.job.tokens.len());
         let mut image = Region::anonymous(bytes).exclusive(0..bytes).map_err(|e| e.to_string())?;
-        let found = ChunkFile::encode(rows, &mut image, &expect, dtype).map_err(text)?;
+        let found =
+            ChunkFile::encode_with(rows, &mut image, &expect, dtype, layers).map_err(text)?;
         Ok((found, Some(image)))
     }
 }

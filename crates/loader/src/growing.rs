@@ -14,6 +14,7 @@ use matkv_sys::SlotRef;
 use matkv_types::KvLayout;
 
 use crate::arena::ChunkSlot;
+use crate::request::ChunkSource;
 
 /// Bytes of a layer in what is there of a slot.
 type Published = (SlotRef, Range<usize>);
@@ -21,11 +22,19 @@ type Published = (SlotRef, Range<usize>);
 #[derive(Default)]
 struct State {
     layers: Vec<Published>,
-    /// The chunk is resident, since then.
+    /// The chunk, once it is resident.
     chunk: Option<Arc<ChunkSlot>>,
-    completed: Option<Instant>,
+    completed: Option<Completed>,
     failed: bool,
     readers: usize,
+}
+
+/// How a chunk became resident.
+#[derive(Clone, Copy)]
+pub struct Completed {
+    pub at: Instant,
+    /// Computed if its file could not be used.
+    pub source: ChunkSource,
 }
 
 /// What loader and readers share.
@@ -71,11 +80,12 @@ impl Growing {
         self.changed.notify_all();
     }
 
-    /// All of it is there, in a slot that may be kept.
-    pub fn complete(&self, chunk: Arc<ChunkSlot>) {
+    /// All of it is there, in a slot that may be kept; also after it has failed, if it was computed
+    /// instead.
+    pub fn complete(&self, chunk: Arc<ChunkSlot>, source: ChunkSource) {
         let mut state = self.state();
         state.chunk = Some(chunk);
-        state.completed = Some(Instant::now());
+        state.completed = Some(Completed { at: Instant::now(), source });
         // The chunk holds the same bytes.
         state.layers.clear();
         drop(state);
@@ -109,8 +119,8 @@ impl Growing {
         self.state().chunk.clone()
     }
 
-    /// When it became resident.
-    pub fn completed(&self) -> Option<Instant> {
+    /// How it became resident.
+    pub fn completed(&self) -> Option<Completed> {
         self.state().completed
     }
 

@@ -346,12 +346,13 @@ pub struct Resident {
 impl Resident {
     /// Whether all chunks are there; takes those on loan that have come.
     pub fn settle(&mut self) -> bool {
-        for chunk in &self.chunks {
+        for (use_, chunk) in self.planned.chunks.iter_mut().zip(&self.chunks) {
             if let Leased::Coming(coming) = chunk
                 && let Some(completed) = coming.growing.completed()
             {
-                let ms = completed.saturating_duration_since(self.started).as_secs_f64() * 1e3;
-                self.load_ms = self.load_ms.max(ms);
+                let taken = completed.at.saturating_duration_since(self.started);
+                self.load_ms = self.load_ms.max(taken.as_secs_f64() * 1e3);
+                use_.source = completed.source;
             }
         }
         self.chunks = std::mem::take(&mut self.chunks).into_iter().map(Leased::settled).collect();

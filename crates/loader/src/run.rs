@@ -8,7 +8,7 @@ use matkv_model::{LanguageModel, ModelHeader, PULLABLE, Phase, PromptTexts, Team
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
 use matkv_store::{Identity, Store};
-use matkv_sys::{FileLock, Segment};
+use matkv_sys::{FileLock, Segment, set_library_option};
 use matkv_types::Encoding;
 
 use crate::arena::{Arena, ChunkSlot};
@@ -45,6 +45,8 @@ pub(crate) struct Opened {
 /// # Errors
 /// What keeps the loader from starting, or the thread it cannot do without.
 pub fn run(config: &Config, options: Options) -> Result<(), LoaderError> {
+    // The embedder's library spins where it waits for its threads, on the cores that compute.
+    set_library_option("CANDLE_NUM_THREADS", "1");
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

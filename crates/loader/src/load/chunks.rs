@@ -258,7 +258,7 @@ impl<W: World> Load<W> {
     fn settle(&mut self, chunk: Arc<ChunkSlot>, source: ChunkSource, arrival: Arrival) {
         let id = chunk.id();
         if let Some(growing) = self.loading.remove(&id).and_then(|l| l.growing) {
-            growing.complete(Arc::clone(&chunk));
+            growing.complete(Arc::clone(&chunk), source);
         }
         for request in self.waiting.iter_mut().filter_map(Waiting::request) {
             for (use_, lease) in request.planned.chunks.iter_mut().zip(&mut request.leases) {
