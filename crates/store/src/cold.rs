@@ -46,6 +46,8 @@ pub struct ColdTier {
     deadline: Duration,
     breaker: Breaker,
     url: String,
+    /// The directory, if it is one.
+    directory: Option<std::path::PathBuf>,
 }
 
 impl Drop for ColdTier {
@@ -83,6 +85,7 @@ impl ColdTier {
             deadline: options.deadline,
             breaker: Breaker::default(),
             url: options.url.clone(),
+            directory: options.url.strip_prefix("file://").map(Into::into),
         })
     }
 
@@ -278,6 +281,25 @@ impl ColdTier {
         };
         found.retain(|o| o.location.filename().is_some_and(|f| f.starts_with(&begins)));
         found.iter().try_for_each(|o| self.delete(&o.location))
+    }
+
+    /// Removes what a killed writer has left of a chunk in a directory: an object is written as
+    /// `NAME#N` before it gets its name, and such files are in no listing.
+    pub fn remove_staged(&self, id: &ChunkId) {
+        let Some(directory) = &self.directory else { return };
+        let name = id.to_string();
+        let directory = directory.join(self.prefix.as_ref()).join(&name[..2]);
+        let begins = format!("{name}.");
+        for entry in std::fs::read_dir(directory).into_iter().flatten().flatten() {
+            let staged = entry.file_name().to_str().is_some_and(|f| {
+                let number = f.rsplit_once('#').map_or("", |(_, n)| n);
+                f.starts_with(&begins) && number.parse::<u32>().is_ok()
+            });
+            // Whoever has removed it meanwhile has done what is wanted.
+            if staged && let Err(e) = std::fs::remove_file(entry.path()) {
+                tracing::debug!("{}: {e}", entry.path().display());
+            }
+        }
     }
 
     fn delete(&self, path: &Path) -> Result<()> {

@@ -226,6 +226,7 @@ impl Store {
             let read = self.read()?;
             let mut gone = Vec::new();
             for id in read.pending_in(Tier::Cold)? {
+                cold.remove_staged(&id);
                 if read.chunk(&id)?.is_none_or(|r| r.cold.is_none())
                     && let Err(e) = cold.remove(&id)
                 {

@@ -317,6 +317,16 @@ fn parts_without_a_chunk_are_removed() {
     tier.remove(&id(2)).unwrap();
     assert!(lost.iter().all(|p| !p.exists()) && kept.exists() && whole.exists());
     tier.remove(&id(4)).unwrap();
+    // What it has written, but not given its name.
+    let staged = |n: u32, i: u32| {
+        let path = part(n, 1).parent().unwrap().join(format!("{}.kv#{i}", id(n)));
+        std::fs::write(&path, b"half of a chunk").unwrap();
+        path
+    };
+    let (lost, kept) = ([staged(1, 1), staged(1, 2)], staged(3, 1));
+    tier.remove_staged(&id(1));
+    assert!(lost.iter().all(|p| !p.exists()) && kept.exists() && whole.exists());
+    assert!(tier.get(&id(1)).is_ok());
 }
 
 /// An operator's look at a chunk finds out a bad object, and leaves one alone that cannot be
