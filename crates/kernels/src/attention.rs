@@ -230,6 +230,9 @@ impl<'a> Attention<'a> {
                 }
             }
         }
+        // Those that see most first: then little is left to wait for at the end.
+        let jobs = &self.jobs;
+        self.rows.sort_by_key(|(j, rows)| std::cmp::Reverse(jobs[*j].positions[rows.first]));
         self.partials.resize(len, 0.0);
         // Stable: a job's blocks stay in order, and so do jobs.
         let jobs = &self.jobs;

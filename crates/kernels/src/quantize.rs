@@ -7,6 +7,13 @@ const MAX: f32 = 32_767.0;
 /// Rows whose largest magnitude is below this become zeros: `MAX` divided by it is still finite.
 const AMAX_MIN: f32 = 1e-30;
 
+/// What integers are multiplied with, and what makes integers of values whose largest magnitude is
+/// `top`.
+#[inline(always)]
+pub(crate) fn factors(top: f32) -> (f32, f32) {
+    if top < AMAX_MIN { (0.0, 0.0) } else { (top / MAX, MAX / top) }
+}
+
 /// Writes `n` integers `q` and returns `f` with `f · q[i]` nearest to `x[i]`: the error is at
 /// most `max |x| / 65,534`, and f32 rounding.
 ///
@@ -23,8 +30,7 @@ pub(crate) unsafe fn quantize<L: Lanes>(x: *const f32, n: usize, out: *mut i16) 
             let v = L::load(x.add(i));
             top = L::max(L::max(v, L::sub(zero, v)), top);
         }
-        let top = L::max_lane(top);
-        let (factor, inverse) = if top < AMAX_MIN { (0.0, 0.0) } else { (top / MAX, MAX / top) };
+        let (factor, inverse) = factors(L::max_lane(top));
         let inverse = L::splat(inverse);
         for i in (0..n).step_by(LANES) {
             L::store_i16(out.add(i), L::mul(L::load(x.add(i)), inverse));

@@ -9,7 +9,7 @@ use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Queries, Scratch};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
 use crate::product::{DotInt, Exact, Product};
-use crate::quantize::quantize;
+use crate::quantize::factors;
 
 /// `scores[m][BLOCK_ROWS] = Q · Kᵀ` for some tiles; `q` is `[m][HEAD_DIM_MAX]`, a stride known when
 /// this is compiled, which saves the loop an addition per row and step.
@@ -94,10 +94,11 @@ pub(crate) unsafe fn scaled_scores<L: Lanes>(
     }
 }
 
-/// The same with `q · s` rounded to 16-bit integers.
+/// The same with `q · s` rounded to 16-bit integers; a query row has one factor for the block, in
+/// which the largest of its products with any of the block's scales is the largest integer.
 ///
 /// # Safety
-/// As for [`scaled_scores`].
+/// As for [`scaled_scores`]; every group with a row below `block.hi` has scales.
 #[inline(always)]
 pub(crate) unsafe fn quantized_scores<L: Lanes>(
     queries: Queries<'_>,
@@ -105,19 +106,63 @@ pub(crate) unsafe fn quantized_scores<L: Lanes>(
     hi: usize,
     scratch: &mut Scratch,
 ) {
-    let scaled = scratch.queries.as_mut_ptr();
-    let quantized = scratch.queries_16.as_mut_ptr().cast::<i16>();
-    for (group, tiles) in groups(block, hi) {
-        // SAFETY: same contract; `scratch` has room for twelve query rows of both types.
-        unsafe {
-            let scales = group_scales(block, queries.dim, group);
-            place_queries::<L, f32>(queries, Some(&scales), scaled);
-            for i in 0..queries.visible.len() {
-                let at = i * HEAD_DIM_MAX;
-                let (from, to) = (scaled.add(at), quantized.add(at));
-                scratch.factors[i] = quantize::<L>(from, queries.dim, to);
+    let dim = queries.dim;
+    // SAFETY: same contract; `scratch` has room for twelve query rows of both types, and each
+    // row of them for `dim` elements.
+    unsafe {
+        // Of all groups, whether these queries see them or not: a row's bits must not depend on
+        // how far others see.
+        let mut largest = [0.0f32; HEAD_DIM_MAX];
+        for (group, _) in groups(block, block.hi) {
+            let scales = group_scales(block, dim, group);
+            for d in (0..dim).step_by(LANES) {
+                let top = L::max(L::load(scales.as_ptr().add(d)), L::load(largest.as_ptr().add(d)));
+                L::store(largest.as_mut_ptr().add(d), top);
             }
-            scores::<L, DotInt>(quantized, queries, block, tiles, scratch);
+        }
+        normalize_queries::<L>(queries, &largest, scratch);
+        let normal = scratch.queries.as_ptr();
+        let codes = scratch.queries_16.as_mut_ptr().cast::<i16>();
+        for (group, tiles) in groups(block, hi) {
+            let scales = group_scales(block, dim, group);
+            for i in 0..queries.visible.len() {
+                for d in (0..dim).step_by(LANES) {
+                    let at = i * HEAD_DIM_MAX + d;
+                    let scaled = L::mul(L::load(normal.add(at)), L::load(scales.as_ptr().add(d)));
+                    L::store_i16(codes.add(at), scaled);
+                }
+            }
+            scores::<L, DotInt>(codes, queries, block, tiles, scratch);
+        }
+    }
+}
+
+/// Queries times what makes integers of them once they are scaled, and their factors.
+#[inline(always)]
+unsafe fn normalize_queries<L: Lanes>(
+    queries: Queries<'_>,
+    largest: &[f32; HEAD_DIM_MAX],
+    scratch: &mut Scratch,
+) {
+    let dim = queries.dim;
+    for i in 0..queries.visible.len() {
+        // SAFETY: row `i` of both has `dim` elements, a multiple of 16.
+        unsafe {
+            let (from, to) = (
+                queries.q.as_ptr().add(i * dim),
+                scratch.queries.as_mut_ptr().add(i * HEAD_DIM_MAX),
+            );
+            let zero = L::splat(0.0);
+            let mut top = zero;
+            for d in (0..dim).step_by(LANES) {
+                let v = L::mul(L::load(from.add(d)), L::load(largest.as_ptr().add(d)));
+                top = L::max(L::max(v, L::sub(zero, v)), top);
+            }
+            let (factor, inverse) = factors(L::max_lane(top));
+            scratch.factors[i] = factor;
+            for d in (0..dim).step_by(LANES) {
+                L::store(to.add(d), L::mul(L::load(from.add(d)), L::splat(inverse)));
+            }
         }
     }
 }

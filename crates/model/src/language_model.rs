@@ -21,7 +21,7 @@ const fn arithmetic_class(precision: Precision) -> &'static str {
         Precision::Exact => "f32 fma, edges added, blocks of 256 rows, bf16 own rows",
         Precision::Bf16 => {
             "bf16 products, f32 sums, odd then even, edges added, blocks of 256 rows, \
-             int16 x int8 over int8 rows, bf16 own rows"
+             int16 by block x int8 over int8 rows, bf16 own rows"
         }
     }
 }
