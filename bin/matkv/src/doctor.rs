@@ -6,7 +6,9 @@ use std::process::ExitCode;
 use anyhow::{Context, anyhow};
 use matkv_config::{Config, Resolved, format_bytes};
 use matkv_loader_core::measure::device::{Point, Probe};
+use matkv_loader_core::models::packed_files;
 use matkv_loader_core::offline;
+use matkv_loader_core::process::free_bytes;
 use serde_json::{Value, json};
 
 use crate::args::Format;
@@ -89,7 +91,7 @@ fn memory(name: &str) -> u64 {
 fn machine(config: &Config) -> Vec<Check> {
     let arena = config.arena_bytes;
     let available = memory("MemAvailable:");
-    let shm = matkv_loader_core::process::free_bytes(Path::new("/dev/shm")).unwrap_or(0);
+    let shm = free_bytes(Path::new("/dev/shm")).unwrap_or(0);
     let pages = read("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
     let huge =
         pages.contains("[always]") || pages.contains("[within_size]") || pages.contains("[advise]");
@@ -126,6 +128,23 @@ fn machine(config: &Config) -> Vec<Check> {
             "raise LimitNOFILE (ulimit -n) to 4096 or more",
         ),
     ]
+}
+
+/// Where the weights are that both processes map.
+fn weights(config: &Config) -> Check {
+    let packed = packed_files(&config.cache_dir);
+    let (bytes, dir) = (format_bytes(packed.bytes), packed.dir.display());
+    let found = match packed.files {
+        0 => format!("none yet; the first start writes them to {dir}"),
+        n => format!("{n} files, {bytes} in {dir}"),
+    };
+    // As much as the dense weights of a small model take.
+    let free = free_bytes(&config.cache_dir).unwrap_or(u64::MAX);
+    check("packed weights", found).or(
+        packed.files > 0 || free > 1 << 30,
+        Grade::Advice,
+        "there is no room for them, so each process keeps its own copy; set paths.cache_dir",
+    )
 }
 
 fn directories(config: &Config) -> Vec<PathBuf> {
@@ -190,6 +209,7 @@ fn print(checks: &[Check], format: Format) -> Vec<Value> {
 pub fn run(resolved: &Resolved, o: &DoctorOptions, format: Format) -> anyhow::Result<ExitCode> {
     let config = &resolved.config;
     let mut checks = machine(config);
+    checks.push(weights(config));
     for dir in directories(config) {
         checks.extend(device(config, &dir)?);
     }

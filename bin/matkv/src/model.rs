@@ -3,7 +3,7 @@
 use std::process::ExitCode;
 
 use matkv_config::{Config, format_bytes};
-use matkv_loader_core::models::{PULLABLE, PullProgress, pull, pulled};
+use matkv_loader_core::models::{PULLABLE, PullProgress, packed_files, pull, pulled};
 
 use crate::args::ModelCommand;
 use crate::out::say;
@@ -18,6 +18,9 @@ pub fn run(config: &Config, command: &ModelCommand) -> anyhow::Result<ExitCode> 
                 }
             }
             say!("in {}", config.cache_dir.join("models").display());
+            let packed = packed_files(&config.cache_dir);
+            let (bytes, dir) = (format_bytes(packed.bytes), packed.dir.display());
+            say!("packed weights: {} files, {bytes} in {dir}", packed.files);
         }
         ModelCommand::Pull { names } => names.iter().try_for_each(|n| pull_one(config, n))?,
     }

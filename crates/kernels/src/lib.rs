@@ -31,6 +31,7 @@ mod rope;
 mod rows;
 mod scores;
 mod softmax;
+mod storage;
 pub mod team;
 mod totals;
 mod values;
@@ -48,3 +49,4 @@ pub use quant::{
 };
 pub use rope::{RopeAngles, RopeStyle, RotaryEmbedding, rotate_heads};
 pub use rows::{NewRows, append_rows, read_k, read_v, write_rows};
+pub use storage::{SHARED_ALIGN, SharedBytes};

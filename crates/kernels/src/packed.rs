@@ -4,6 +4,7 @@ use matkv_types::{Precision, bf16_to_f32};
 
 use crate::lanes::{LANES, to_bf16};
 use crate::product::Elem;
+use crate::storage::{SharedBytes, Storage};
 
 /// Columns of a packed panel: two column tiles, which the micro-kernel takes together.
 pub(crate) const PANEL: usize = 2 * LANES;
@@ -17,8 +18,8 @@ pub struct PackedMatrix {
 }
 
 pub(crate) enum Packed {
-    F32(Vec<f32>),
-    Bf16(Vec<u16>),
+    F32(Storage<f32>),
+    Bf16(Storage<u16>),
 }
 
 /// Index of `(row, i)` in a packed matrix.
@@ -45,6 +46,9 @@ fn pack<E: Elem>(parts: &[(&[f32], usize)], k: usize, convert: impl Fn(f32) -> E
 }
 
 impl PackedMatrix {
+    /// Names the packing: files of another one are not read.
+    pub const LAYOUT: u32 = 1;
+
     /// Packs a row-major `[n][k]` matrix, rounded to what `precision` multiplies.
     ///
     /// # Panics
@@ -60,10 +64,21 @@ impl PackedMatrix {
     pub fn pack_stacked(parts: &[(&[f32], usize)], k: usize, precision: Precision) -> Self {
         assert!(k.is_multiple_of(2), "k = {k} must be even");
         let data = match precision {
-            Precision::Exact => Packed::F32(pack(parts, k, |w| w)),
-            Precision::Bf16 => Packed::Bf16(pack(parts, k, to_bf16)),
+            Precision::Exact => Packed::F32(Storage::Owned(pack(parts, k, |w| w))),
+            Precision::Bf16 => Packed::Bf16(Storage::Owned(pack(parts, k, to_bf16))),
         };
         Self { n: parts.iter().map(|p| p.1).sum(), k, data }
+    }
+
+    /// A matrix that was packed before, from its [`Self::as_bytes`]; none if `n` and `k` need
+    /// another number of them.
+    pub fn shared(bytes: SharedBytes, n: usize, k: usize, precision: Precision) -> Option<Self> {
+        let len = n.next_multiple_of(PANEL) * k;
+        let data = match precision {
+            Precision::Exact => Packed::F32(Storage::shared(bytes, len)?),
+            Precision::Bf16 => Packed::Bf16(Storage::shared(bytes, len)?),
+        };
+        k.is_multiple_of(2).then_some(Self { n, k, data })
     }
 
     /// Output columns.
@@ -91,11 +106,11 @@ impl PackedMatrix {
         }
     }
 
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
+    /// The packed elements.
+    pub fn as_bytes(&self) -> &[u8] {
         match &self.data {
-            Packed::F32(data) => 4 * data.len(),
-            Packed::Bf16(data) => 2 * data.len(),
+            Packed::F32(data) => data.as_bytes(),
+            Packed::Bf16(data) => data.as_bytes(),
         }
     }
 

@@ -11,6 +11,7 @@ use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
 use crate::pointwise::silu_mul;
 use crate::quantize::quantize;
+use crate::storage::{SharedBytes, Storage};
 use crate::team;
 
 /// Elements that share a scale.
@@ -65,10 +66,13 @@ pub struct QuantMatrix {
     n: usize,
     k: usize,
     four: bool,
-    data: Vec<u8>,
+    data: Storage<u8>,
 }
 
 impl QuantMatrix {
+    /// Names the packing: files of another one are not read.
+    pub const LAYOUT: u32 = 1;
+
     /// Packs matrices of equal kind and `k`, one below the other, from the bytes of a file.
     ///
     /// # Panics
@@ -91,7 +95,15 @@ impl QuantMatrix {
                 row += 1;
             }
         }
-        Self { n, k, four: kind.is_four(), data }
+        Self { n, k, four: kind.is_four(), data: Storage::Owned(data) }
+    }
+
+    /// A matrix that was packed before, from its [`Self::as_bytes`]; none if `n` and `k` need
+    /// another number of them.
+    pub fn shared(bytes: SharedBytes, n: usize, kind: QuantKind, k: usize) -> Option<Self> {
+        let len = n.div_ceil(TILE) * (k / QUANT_BLOCK) * kind.tile_bytes();
+        let data = Storage::shared(bytes, len)?;
+        k.is_multiple_of(QUANT_BLOCK).then_some(Self { n, k, four: kind.is_four(), data })
     }
 
     /// Output columns.
@@ -109,9 +121,9 @@ impl QuantMatrix {
         self.n.next_multiple_of(TILE)
     }
 
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
-        self.data.len()
+    /// The packed blocks.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.data
     }
 
     fn tile_bytes(&self) -> usize {
@@ -247,13 +259,14 @@ dispatch! {
 struct Task<'a> {
     rows: &'a QuantRows,
     w: &'a QuantMatrix,
+    data: *const u8,
     first: usize,
     tiles: usize,
     c: *mut f32,
     accumulate: bool,
 }
 
-// SAFETY: `c` is written through by tasks for disjoint columns only.
+// SAFETY: `data` is read only; `c` is written through by tasks for disjoint columns only.
 unsafe impl Send for Task<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Task<'_> {}
@@ -272,7 +285,7 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
     // each.
     unsafe {
         let mut c = [[L::splat(0.0); N]; M];
-        let mut w = [t.w.data.as_ptr().add(tile * stride); N];
+        let mut w = [t.data.add(tile * stride); N];
         if N == 2 {
             w[1] = w[1].add(stride);
         }
@@ -412,10 +425,13 @@ fn product(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32], accumulate: 
     let threads = team::threads();
     let rounds = (tiles * tile_bytes).div_ceil(threads * TASK_BYTES).max(1);
     let per_task = tiles.div_ceil(threads * rounds).next_multiple_of(2);
-    let c = c.as_mut_ptr();
+    let (c, data) = (c.as_mut_ptr(), w.data.as_ptr());
     let tasks: Vec<Task<'_>> = (0..tiles)
         .step_by(per_task)
-        .map(|first| Task { rows: a, w, first, tiles: per_task.min(tiles - first), c, accumulate })
+        .map(|first| {
+            let tiles = per_task.min(tiles - first);
+            Task { rows: a, w, data, first, tiles, c, accumulate }
+        })
         .collect();
     // SAFETY: tasks cover disjoint columns of C, all inside the checked slice.
     team::for_each(tasks.len(), |i| unsafe { run(isa, &tasks[i]) });

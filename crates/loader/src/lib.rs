@@ -52,7 +52,7 @@ pub use bundle::export;
 
 /// Models by name, for the command line.
 pub mod models {
-    pub use matkv_model::{PULLABLE, PullProgress, pull, pulled};
+    pub use matkv_model::{PULLABLE, PullProgress, packed_files, pull, pulled};
 }
 
 /// Child processes, for the command line.

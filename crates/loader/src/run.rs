@@ -8,7 +8,7 @@ use matkv_model::{LanguageModel, ModelHeader, PULLABLE, Phase, PromptTexts, Team
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
 use matkv_store::{Identity, Store};
-use matkv_sys::{FileLock, Segment, set_library_option};
+use matkv_sys::{FileLock, Segment, set_library_option, trim_heap};
 use matkv_types::Encoding;
 
 use crate::arena::{Arena, ChunkSlot};
@@ -144,6 +144,7 @@ fn models(
     });
     let model = Arc::new(model?);
     let embedder = embedder.map_err(|_| LoaderError::Setup("the embedder panicked".into()))??;
+    trim_heap();
     Ok((model, embedder, child))
 }
 

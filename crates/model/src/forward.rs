@@ -155,7 +155,7 @@ pub(crate) fn forward(
 ) -> Option<Vec<Vec<f32>>> {
     let mut x: Vec<f32> = Vec::new();
     for row in steps.iter().flat_map(|s| s.rows) {
-        embed(&w.embedding, row.token, &mut x);
+        embed(&w.ends.embedding, row.token, &mut x);
     }
     let mut pass = Pass::new(arithmetic, c, w, steps);
     for (i, layer) in w.layers.iter().enumerate() {
@@ -287,7 +287,7 @@ impl<'a> Pass<'a> {
         }
         let mut normed = Input::zeros(self.w.head_kept, last.len());
         rms_norm(self.isa, &last, &self.w.norm, c.epsilon, &mut normed.values);
-        let head = self.w.head.as_ref().unwrap_or(&self.w.embedding);
+        let head = self.w.ends.head();
         let mut out = vec![0.0; last.len() / c.hidden * head.padded_n()];
         head.product(self.isa, &mut normed, &mut out);
         out.chunks_exact(head.padded_n()).map(|row| row[..c.vocab].to_vec()).collect()

@@ -14,6 +14,7 @@ use crate::prompt::{self, Frame, Message};
 use crate::template::ChatTemplate;
 use crate::tokenizer::TextTokenizer;
 use crate::weights::{LlamaWeights, Phase};
+use crate::weights_file::WeightsDir;
 
 /// Names the arithmetic every row is computed with; another class is another fingerprint.
 const fn arithmetic_class(precision: Precision) -> &'static str {
@@ -69,7 +70,8 @@ impl<'p> ModelHeader<'p> {
 
 impl LanguageModel {
     /// Opens a GGUF file: refuses what cannot be served exactly, then loads and packs weights for
-    /// prefill in the default precision.
+    /// prefill in the default precision. With a cache directory, packed weights are a file in it
+    /// that every process maps.
     ///
     /// # Errors
     /// If the file cannot be read, is not a Llama model, or is refused.
@@ -115,8 +117,11 @@ impl LanguageModel {
             tokenizer.bos_text(),
             eos.unwrap_or_default(),
         )?;
-        let weights = LlamaWeights::read(&mut gguf, &config, precision, phase)?;
         let digest = file_digest(path, cache)?;
+        let dir = cache.map(|cache| WeightsDir::new(cache, path, digest));
+        let weights = LlamaWeights::read(&mut gguf, &config, precision, phase, dir.as_ref())?;
+        // What opening took for a moment: tensors on their way, the tokenizer's texts.
+        matkv_sys::trim_heap();
         let isa = Isa::detect();
         Ok(Self { config, tokenizer, template, weights, digest, isa, precision })
     }

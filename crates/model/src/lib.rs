@@ -20,6 +20,7 @@ mod sampling;
 mod template;
 mod tokenizer;
 mod weights;
+mod weights_file;
 
 pub use config::LlamaConfig;
 pub use detokenize::{Detokenizer, StopFilter};
@@ -34,3 +35,4 @@ pub use pull::{PULLABLE, PullProgress, Pullable, model_path, pull, pulled};
 pub use sampling::{Sampler, divergence, greedy, log_sum_exp};
 pub use tokenizer::TextTokenizer;
 pub use weights::{LlamaWeights, Phase};
+pub use weights_file::{PackedFiles, packed_files};

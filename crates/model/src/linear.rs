@@ -1,13 +1,14 @@
 //! A linear layer, however its weights are kept, and what is multiplied with it.
 
 use matkv_kernels::{
-    Activations, ActivationsMut, Isa, PackedMatrix, QuantMatrix, QuantRows, gate_rows, gemm,
-    gemm_add, gemm_gated, quant_gemm, quant_gemm_add,
+    Activations, ActivationsMut, Isa, PackedMatrix, QuantMatrix, QuantRows, SharedBytes, gate_rows,
+    gemm, gemm_add, gemm_gated, quant_gemm, quant_gemm_add,
 };
 use matkv_types::Precision;
 
 use crate::error::{ModelError, Result};
 use crate::gguf::Gguf;
+use crate::weights_file::Sections;
 
 /// Weights of a linear layer.
 pub(crate) enum Linear {
@@ -29,20 +30,60 @@ pub(crate) enum Kept {
 /// Names and rows of tensors that lie one below the other.
 type Parts<'a> = &'a [(&'a str, usize)];
 
-fn read_packed(gguf: &mut Gguf, parts: Parts<'_>, k: usize, to: Precision) -> Result<PackedMatrix> {
-    let read = |(name, n): &(&str, usize)| Ok((gguf.tensor(name, &[*n, k])?, *n));
+/// Where weights are read from.
+pub(crate) struct Source<'a> {
+    /// The model file.
+    pub gguf: &'a mut Gguf,
+    /// Matrices packed before, in the order in which they are read.
+    pub packed: Option<Sections>,
+}
+
+impl Source<'_> {
+    /// The next matrix, if they have been packed before.
+    fn shared<M>(
+        &mut self,
+        name: &str,
+        matrix: impl FnOnce(SharedBytes) -> Option<M>,
+    ) -> Result<Option<M>> {
+        let Some(sections) = &mut self.packed else { return Ok(None) };
+        match sections.next().and_then(matrix) {
+            Some(matrix) => Ok(Some(matrix)),
+            None => Err(ModelError::Tensor {
+                name: name.to_owned(),
+                reason: "its packed weights have another size".to_owned(),
+            }),
+        }
+    }
+}
+
+fn read_packed(
+    source: &mut Source<'_>,
+    parts: Parts<'_>,
+    k: usize,
+    to: Precision,
+) -> Result<PackedMatrix> {
+    let n = parts.iter().map(|p| p.1).sum();
+    let shared = |bytes| PackedMatrix::shared(bytes, n, k, to);
+    if let Some(matrix) = source.shared(parts[0].0, shared)? {
+        return Ok(matrix);
+    }
+    let read = |(name, n): &(&str, usize)| Ok((source.gguf.tensor(name, &[*n, k])?, *n));
     let dense: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
     let parts: Vec<_> = dense.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
     Ok(PackedMatrix::pack_stacked(&parts, k, to))
 }
 
-fn read_quant(gguf: &mut Gguf, parts: Parts<'_>, k: usize) -> Result<QuantMatrix> {
+fn read_quant(source: &mut Source<'_>, parts: Parts<'_>, k: usize) -> Result<QuantMatrix> {
     let name = parts[0].0;
-    let kind = gguf.quant_kind(name).ok_or_else(|| ModelError::Tensor {
+    let kind = source.gguf.quant_kind(name).ok_or_else(|| ModelError::Tensor {
         name: name.to_owned(),
         reason: "its type is not one that is multiplied as it is".to_owned(),
     })?;
-    let read = |(name, n): &(&str, usize)| Ok((gguf.blocks(name, &[*n, k])?, *n));
+    let n = parts.iter().map(|p| p.1).sum();
+    if let Some(matrix) = source.shared(name, |bytes| QuantMatrix::shared(bytes, n, kind, k))? {
+        return Ok(matrix);
+    }
+    let read = |(name, n): &(&str, usize)| Ok((source.gguf.blocks(name, &[*n, k])?, *n));
     let blocks: Vec<_> = parts.iter().map(read).collect::<Result<_>>()?;
     let parts: Vec<_> = blocks.iter().map(|(w, n)| (w.as_slice(), *n)).collect();
     Ok(QuantMatrix::pack_stacked(&parts, kind, k))
@@ -50,10 +91,10 @@ fn read_quant(gguf: &mut Gguf, parts: Parts<'_>, k: usize) -> Result<QuantMatrix
 
 impl Linear {
     /// Reads tensors of equal width, one below the other.
-    pub fn read(gguf: &mut Gguf, parts: Parts<'_>, k: usize, kept: Kept) -> Result<Self> {
+    pub fn read(source: &mut Source<'_>, parts: Parts<'_>, k: usize, kept: Kept) -> Result<Self> {
         match kept {
-            Kept::Packed(precision) => read_packed(gguf, parts, k, precision).map(Self::Packed),
-            Kept::Quant => read_quant(gguf, parts, k).map(Self::Quant),
+            Kept::Packed(precision) => read_packed(source, parts, k, precision).map(Self::Packed),
+            Kept::Quant => read_quant(source, parts, k).map(Self::Quant),
         }
     }
 
@@ -79,11 +120,11 @@ impl Linear {
         }
     }
 
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
+    /// The packed weights.
+    pub fn as_bytes(&self) -> &[u8] {
         match self {
-            Self::Packed(w) => w.bytes(),
-            Self::Quant(w) => w.bytes(),
+            Self::Packed(w) => w.as_bytes(),
+            Self::Quant(w) => w.as_bytes(),
         }
     }
 
@@ -123,7 +164,7 @@ pub(crate) enum GateUp {
 impl GateUp {
     /// Reads both, `ffn` rows each.
     pub fn read(
-        gguf: &mut Gguf,
+        source: &mut Source<'_>,
         names: [&str; 2],
         (ffn, k): (usize, usize),
         kept: Kept,
@@ -131,18 +172,18 @@ impl GateUp {
         let [gate, up] = names.map(|name| (name, ffn));
         match kept {
             Kept::Packed(precision) => Ok(Self::Packed(
-                read_packed(gguf, &[gate], k, precision)?,
-                read_packed(gguf, &[up], k, precision)?,
+                read_packed(source, &[gate], k, precision)?,
+                read_packed(source, &[up], k, precision)?,
             )),
-            Kept::Quant => read_quant(gguf, &[gate, up], k).map(Self::Quant),
+            Kept::Quant => read_quant(source, &[gate, up], k).map(Self::Quant),
         }
     }
 
-    /// Bytes held.
-    pub fn bytes(&self) -> usize {
+    /// The packed weights, in the order in which they are read.
+    pub fn matrices(&self) -> Vec<&[u8]> {
         match self {
-            Self::Packed(gate, up) => gate.bytes() + up.bytes(),
-            Self::Quant(w) => w.bytes(),
+            Self::Packed(gate, up) => vec![gate.as_bytes(), up.as_bytes()],
+            Self::Quant(w) => vec![w.as_bytes()],
         }
     }
 

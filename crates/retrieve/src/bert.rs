@@ -1,10 +1,12 @@
 //! A BERT encoder (MiniLM: 6 layers, 384 wide, 12 heads) on candle, one window at a time.
 
-use std::collections::HashMap;
 use std::path::Path;
 
+use candle_core::safetensors::SliceSafetensors;
 use candle_core::{D, DType, Device, Result, Tensor};
 use candle_nn::ops::{layer_norm_slow, softmax_last_dim};
+
+use crate::words::WordTable;
 
 const HEADS: usize = 12;
 const EPSILON: f32 = 1e-12;
@@ -33,21 +35,24 @@ struct Layer {
 
 /// The encoder.
 pub(crate) struct Bert {
-    words: Tensor,
+    words: WordTable,
     positions: Tensor,
     types: Tensor,
     norm: Norm,
     layers: Vec<Layer>,
 }
 
-struct Weights(HashMap<String, Tensor>);
+struct Weights<'a>(SliceSafetensors<'a>);
 
-impl Weights {
+impl Weights<'_> {
+    /// The name a tensor has in this file.
+    fn name(&self, name: &str) -> String {
+        let long = format!("bert.{name}");
+        if self.0.get(&long).is_ok() { long } else { name.to_owned() }
+    }
+
     fn get(&self, name: &str) -> Result<Tensor> {
-        let tensor = self.0.get(name).or_else(|| self.0.get(&format!("bert.{name}")));
-        tensor
-            .ok_or_else(|| candle_core::Error::Msg(format!("tensor {name:?} is missing")))?
-            .to_dtype(DType::F32)
+        self.0.load(&self.name(name), &Device::Cpu)?.to_dtype(DType::F32)
     }
 
     fn linear(&self, name: &str) -> Result<Linear> {
@@ -78,7 +83,7 @@ impl Norm {
 impl Bert {
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let bytes = std::fs::read(path)?;
-        let w = Weights(candle_core::safetensors::load_buffer(&bytes, &Device::Cpu)?);
+        let w = Weights(SliceSafetensors::new(&bytes)?);
         let mut layers = Vec::new();
         while w.get(&format!("encoder.layer.{}.output.dense.weight", layers.len())).is_ok() {
             let at = |name: &str| format!("encoder.layer.{}.{name}", layers.len());
@@ -94,7 +99,12 @@ impl Bert {
             });
         }
         Ok(Self {
-            words: w.get("embeddings.word_embeddings.weight")?,
+            words: WordTable::find(
+                path,
+                &bytes,
+                &w.0,
+                &w.name("embeddings.word_embeddings.weight"),
+            )?,
             positions: w.get("embeddings.position_embeddings.weight")?,
             types: w.get("embeddings.token_type_embeddings.weight")?,
             norm: w.norm("embeddings.LayerNorm")?,
@@ -105,8 +115,7 @@ impl Bert {
     /// Mean of the last hidden states of one window, `[hidden]`.
     pub(crate) fn mean(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let n = ids.len();
-        let ids = Tensor::new(ids, &Device::Cpu)?;
-        let x = self.words.index_select(&ids, 0)?;
+        let x = self.words.select(ids)?;
         let x = x.add(&self.positions.narrow(0, 0, n)?)?;
         let mut x = self.norm.forward(&x.broadcast_add(&self.types.get(0)?)?)?;
         for layer in &self.layers {

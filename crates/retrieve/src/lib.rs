@@ -8,6 +8,7 @@ mod embedder;
 mod error;
 mod hannoy_index;
 mod index;
+mod words;
 
 pub use chunker::{Chunker, ChunkerError};
 pub use embedder::{EMBEDDING_DIM, Embedder};

@@ -15,6 +15,7 @@ mod error;
 mod fault;
 mod files;
 mod lmdb;
+mod mapping;
 mod pidfd;
 mod pread;
 mod process;
@@ -33,6 +34,7 @@ pub use files::{
     DirectFile, FileLock, evict_page_cache, free_bytes, sync_directory, write_atomically,
 };
 pub use lmdb::open_environment;
+pub use mapping::{FileMapping, trim_heap};
 pub use pidfd::PidFd;
 pub use pread::PreadPool;
 pub use process::{die_with_parent, set_library_option, terminate, terminate_and_wait};

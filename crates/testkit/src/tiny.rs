@@ -47,6 +47,8 @@ pub struct TinyModel {
     pub context_length: usize,
     /// Base of the rotary frequencies.
     pub rope_base: f32,
+    /// How matrices are written; norms are f32.
+    pub matrices: GgmlDType,
     /// Seed of the weights.
     pub seed: u64,
     /// Keys added, or given another value.
@@ -69,6 +71,7 @@ impl Default for TinyModel {
             ffn: 256,
             context_length: 4096,
             rope_base: 10_000.0,
+            matrices: GgmlDType::F32,
             seed: 1,
             extra_metadata: Vec::new(),
             without: Vec::new(),
@@ -92,7 +95,7 @@ impl TinyModel {
         self
     }
 
-    /// Writes the model as a GGUF file of f32 tensors.
+    /// Writes the model as a GGUF file.
     ///
     /// # Panics
     /// If the file cannot be written.
@@ -142,7 +145,7 @@ impl TinyModel {
         let mut matrix = |name: String, n: usize, k: usize, deviation: f32| {
             // A uniform distribution over ±a has deviation a/√3; k products add up.
             let a = deviation * (3.0 / k as f32).sqrt();
-            list.push((name, tensor(&[n, k], || rng.random_range(-a..a))));
+            list.push((name, tensor(&[n, k], self.matrices, || rng.random_range(-a..a))));
         };
         let vocab = tokens().len();
         matrix("token_embd.weight".into(), vocab, h, (h as f32).sqrt());
@@ -159,20 +162,20 @@ impl TinyModel {
         let norms = (0..self.layers)
             .flat_map(|i| ["attn_norm", "ffn_norm"].map(|norm| format!("blk.{i}.{norm}.weight")));
         for name in norms.chain(["output_norm.weight".to_owned()]) {
-            list.push((name, tensor(&[h], || rng.random_range(0.8..1.2))));
+            list.push((name, tensor(&[h], GgmlDType::F32, || rng.random_range(0.8..1.2))));
         }
         for (name, len) in &self.extra_tensors {
-            list.push((name.clone(), tensor(&[*len], || 1.0)));
+            list.push((name.clone(), tensor(&[*len], GgmlDType::F32, || 1.0)));
         }
         list.retain(|(name, _)| !self.without.contains(name));
         list
     }
 }
 
-fn tensor(dims: &[usize], mut next: impl FnMut() -> f32) -> QTensor {
+fn tensor(dims: &[usize], dtype: GgmlDType, mut next: impl FnMut() -> f32) -> QTensor {
     let data: Vec<f32> = (0..dims.iter().product()).map(|_| next()).collect();
     let dense = Tensor::from_vec(data, dims, &Device::Cpu).expect("the data fill the shape");
-    QTensor::quantize(&dense, GgmlDType::F32).expect("f32 has blocks of one element")
+    QTensor::quantize(&dense, dtype).expect("rows are whole blocks")
 }
 
 fn tokenizer() -> [(&'static str, Value); 10] {
