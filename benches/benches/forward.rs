@@ -58,14 +58,13 @@ fn opened(path: &Path, precision: Precision) -> [LanguageModel; 2] {
     // Else the first to open would hash the file for all.
     file_digest(path, Some(&cache)).expect("the model can be read");
     let open = |how, cache| {
-        let models = [Phase::Prefill, Phase::Decode].map(|phase| {
+        [Phase::Prefill, Phase::Decode].map(|phase| {
             let started = Instant::now();
             let model = LanguageModel::open_for(path, cache, precision, phase);
             let s = started.elapsed().as_secs_f64();
             println!("{precision}: {phase:?} opened in {s:.3} s, {how}");
             model.expect("the model opens")
-        });
-        models
+        })
     };
     open("packed privately, the file hashed", None);
     open("packed files written", Some(&*cache));

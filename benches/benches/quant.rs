@@ -33,7 +33,7 @@ fn main() {
         let layers: Vec<Vec<QuantMatrix>> = (0..LAYERS)
             .map(|_| SHAPES.iter().map(|&(n, k)| matrix(kind, n, k)).collect())
             .collect();
-        let bytes: usize = layers.iter().flatten().map(QuantMatrix::bytes).sum();
+        let bytes: usize = layers.iter().flatten().map(|w| w.as_bytes().len()).sum();
         for m in [1, 2, 4, 8, 16] {
             let mut inputs = Vec::new();
             for &(n, k) in &SHAPES {
