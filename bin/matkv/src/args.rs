@@ -264,6 +264,24 @@ pub enum BenchCommand {
     Trace(TraceBenchOptions),
     /// Seconds until a loader with many chunks is ready
     Start(StartOptions),
+    /// Against llama.cpp and what the machine allows, alternated in one run
+    Peers(PeersOptions),
+}
+
+#[derive(clap::Args, Clone)]
+pub struct PeersOptions {
+    /// Documents to take chunks of exactly 1,024 tokens from
+    #[arg(long, required = true)]
+    pub corpus: Vec<String>,
+    /// Where benches/peers/install.sh has put the peers; peers of the cache if absent
+    #[arg(long)]
+    pub peers: Option<PathBuf>,
+    /// Alternated rounds
+    #[arg(long, default_value_t = 5)]
+    pub rounds: usize,
+    /// Only these figures
+    #[arg(long, value_delimiter = ',')]
+    pub only: Vec<String>,
 }
 
 #[derive(clap::Args, Clone)]

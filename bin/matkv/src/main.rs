@@ -18,6 +18,7 @@ mod model;
 mod notify;
 mod out;
 mod pair;
+mod peers;
 mod render;
 mod sources;
 mod store;
