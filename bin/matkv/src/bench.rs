@@ -20,7 +20,7 @@ use crate::ingest::ingest;
 use crate::out::{say, say_part};
 use crate::pair::{Pair, private};
 use crate::sources::{Source, collect};
-use crate::{bench_store, demo, fio, peers};
+use crate::{bench_store, demo, fio, paper, peers, report};
 
 pub async fn run(
     resolved: &Resolved,
@@ -46,6 +46,15 @@ pub async fn run(
             show(resolved, "peers", &outcome.figures, &notes, format)?;
             return Ok(if outcome.complete { ExitCode::SUCCESS } else { ExitCode::FAILURE });
         }
+        BenchCommand::Report(o) if o.paper => {
+            let measure = async |client| {
+                say!("{}", paper::measure(client, o).await?);
+                Ok(Vec::new())
+            };
+            with_pair(resolved, None, measure).await?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        BenchCommand::Report(o) => return report::run(o),
     };
     show(resolved, name, &figures?, &notes, format)
 }

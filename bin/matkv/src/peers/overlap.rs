@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Instant;
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use matkv_api::Client;
 use matkv_api::v1::GenerateRequest;
 use matkv_config::Resolved;
@@ -16,8 +16,8 @@ use crate::bench::ingest_all;
 use crate::figures::Figure;
 use crate::pair::{Pair, private};
 
-/// Requests of a run, all there from its beginning: what `pipeline.queue` takes.
-const REQUESTS: usize = 64;
+/// Requests that `pipeline.queue` takes at most; all of a run are there from its beginning.
+const QUEUE: usize = 64;
 /// Tokens of each answer.
 const ANSWER: u32 = 20;
 /// Chunks in the store.
@@ -70,6 +70,8 @@ async fn all(client: &Client, count: usize) -> anyhow::Result<Run> {
 
 impl Bench<'_> {
     pub async fn overlap(&mut self) -> anyhow::Result<()> {
+        let requests = self.options.requests;
+        ensure!((1..=QUEUE).contains(&requests), "--requests must be 1 to {QUEUE}");
         let store = self.scratch()?;
         let mut corpus = Corpus::new(pieces(self.speed()?, &self.options.corpus, CHUNK, STORED)?)?;
         let paths = corpus.next(STORED)?;
@@ -94,6 +96,7 @@ impl Bench<'_> {
 
     /// Requests a second with overlap over without, alternated, each first in turn.
     async fn compare(&mut self, name: &str, store: &Path, rate: u64) -> anyhow::Result<()> {
+        let requests = self.options.requests;
         let mut seconds = [Vec::new(), Vec::new()];
         let mut waiting = Vec::new();
         for round in 0..self.options.rounds.min(ROUNDS_MAX) {
@@ -104,7 +107,7 @@ impl Bench<'_> {
                 let run = self
                     .with(store, on, rate, async |client| {
                         all(&client, 1).await?;
-                        all(&client, REQUESTS).await
+                        all(&client, requests).await
                     })
                     .await?;
                 seconds[usize::from(on)].push(run.seconds);
@@ -113,7 +116,7 @@ impl Bench<'_> {
                 }
             }
         }
-        let rates = |i: usize| seconds[i].iter().map(|s| REQUESTS as f64 / s).collect::<Vec<f64>>();
+        let rates = |i: usize| seconds[i].iter().map(|s| requests as f64 / s).collect::<Vec<f64>>();
         let (off, on) = (rates(0), rates(1));
         let what = name.trim_end_matches("_on_over_off");
         self.figures.push(Figure::median(format!("{what}_requests_per_s[on]"), &on, "requests/s"));
@@ -126,7 +129,7 @@ impl Bench<'_> {
         let device =
             if rate > 0 { format!("at {:.0} MB/s", rate as f64 / 1e6) } else { "as it is".into() };
         self.notes.push(format!(
-            "{name}: {REQUESTS} requests of {ANSWER} tokens over four chunks, the device {device}; \
+            "{name}: {requests} requests of {ANSWER} tokens over four chunks, the device {device}; \
              off is one request at a time, {:.0} % of it waiting for chunks",
             share.value * 100.0
         ));
@@ -147,7 +150,7 @@ impl Bench<'_> {
         let settings = [
             ("log.level", "error".to_owned()),
             ("pipeline.overlap", overlap.to_string()),
-            ("pipeline.queue", REQUESTS.to_string()),
+            ("pipeline.queue", QUEUE.to_string()),
             ("io.throttle", rate.to_string()),
         ];
         let resolved: Resolved = private(self.resolved, runtime.path(), store, &settings)?;
