@@ -52,7 +52,10 @@ impl Bench<'_> {
     pub async fn hf(&mut self) -> anyhow::Result<()> {
         let peers = self.llama.dir().to_owned();
         if !peers.join("torch.done").exists() {
-            bail!("PyTorch is not installed: run benches/peers/install.sh --torch");
+            bail!(
+                "PyTorch is not installed (it comes with gigabytes of CUDA libraries that it does not \
+                 start without): run benches/peers/install.sh --torch"
+            );
         }
         let (runtime, store) = (tempfile::tempdir()?, self.scratch()?);
         let settings = [("log.level", "warn".to_owned())];

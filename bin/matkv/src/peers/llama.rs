@@ -121,7 +121,8 @@ impl Llama {
         [count, context, generated]: [usize; 3],
         unified: bool,
     ) -> anyhow::Result<f64> {
-        let room = count * (context + generated);
+        // Of each sequence in whole blocks of 256, one dummy token included.
+        let room = count * (context + generated + 1).next_multiple_of(256);
         let mut command = Command::new(self.program("llama-batched-bench"));
         command.arg("-m").arg(self.model(kind)).args(["-fa", "on", "-pps"]);
         command.args(["--output-format", "jsonl"]);
