@@ -11,7 +11,8 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-trace bench-start bench-forward soak soak-storage simulate fuzz install clean
+	bench-cold bench-load bench-codec bench-trace bench-start bench-forward bench-peers peers \
+	soak soak-storage simulate fuzz install clean
 
 demo: build
 	target/release/matkv demo
@@ -71,6 +72,13 @@ bench-load: build
 
 bench-codec: build
 	scripts/bench.sh codec $(DATA)
+
+# llama.cpp is built once; PEERS=--torch also installs PyTorch, which has gigabytes.
+peers:
+	benches/peers/install.sh $(PEERS)
+
+bench-peers: build peers
+	scripts/bench.sh peers $(DATA)
 
 bench-trace: build
 	target/release/matkv bench trace

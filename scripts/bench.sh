@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a benchmark on the LongBench HotpotQA documents:
-#   scripts/bench.sh e2e|cold|load|codec DATA_DIRECTORY
+#   scripts/bench.sh e2e|cold|load|codec|peers DATA_DIRECTORY
 # DATA_DIRECTORY holds longbench-hotpotqa/ or longbench-hotpotqa.tar.xz. More arguments go to
 # `matkv bench`. The process asks for the processor before others do where it may.
 set -euo pipefail
@@ -42,12 +42,15 @@ load)
     "$matkv" bench load --corpus "$corpus/documents" --documents "${DOCUMENTS:-80}" \
         --store "$store-exact" "$@"
     ;;
+peers)
+    "$matkv" bench peers --corpus "$corpus/documents" "$@"
+    ;;
 codec)
     "$matkv" bench codec --corpus "$corpus/documents" --documents "${DOCUMENTS:-80}" \
         --questions "$corpus/questions/query.jsonl" --store "$store-exact" "$@"
     ;;
 *)
-    echo "usage: scripts/bench.sh e2e|cold|load|codec DATA_DIRECTORY" >&2
+    echo "usage: scripts/bench.sh e2e|cold|load|codec|peers DATA_DIRECTORY" >&2
     exit 2
     ;;
 esac

@@ -264,6 +264,54 @@ pub enum BenchCommand {
     Trace(TraceBenchOptions),
     /// Seconds until a loader with many chunks is ready
     Start(StartOptions),
+    /// Against llama.cpp and what the machine allows, alternated in one run
+    Peers(PeersOptions),
+    /// Show results of benchmarks as a page with plots, or latency by phase beside published ones
+    Report(ReportOptions),
+}
+
+#[derive(clap::Args, Clone)]
+pub struct ReportOptions {
+    /// What benchmarks have printed with --format json
+    #[arg(conflicts_with = "paper")]
+    pub files: Vec<PathBuf>,
+    /// Write a page with plots here instead of printing a table
+    #[arg(long)]
+    pub html: Option<PathBuf>,
+    /// Measure a corpus and print latency by phase beside the published figures
+    #[arg(long, requires_all = ["corpus", "questions"])]
+    pub paper: bool,
+    /// With --paper: documents, such as TurboRAG's
+    #[arg(long)]
+    pub corpus: Vec<String>,
+    /// With --paper: ingest only this many documents, in order of their numbers
+    #[arg(long)]
+    pub documents: Option<usize>,
+    /// With --paper: questions, one a line or JSON lines with "query"
+    #[arg(long)]
+    pub questions: Option<PathBuf>,
+    /// With --paper: ask only this many questions
+    #[arg(long, default_value_t = 20)]
+    pub count: usize,
+}
+
+#[derive(clap::Args, Clone)]
+pub struct PeersOptions {
+    /// Documents to take chunks of exactly 1,024 tokens from
+    #[arg(long, required = true)]
+    pub corpus: Vec<String>,
+    /// Where benches/peers/install.sh has put the peers; peers of the cache if absent
+    #[arg(long)]
+    pub peers: Option<PathBuf>,
+    /// Alternated rounds
+    #[arg(long, default_value_t = 5)]
+    pub rounds: usize,
+    /// Only these figures
+    #[arg(long, value_delimiter = ',')]
+    pub only: Vec<String>,
+    /// Requests at once, with and without overlap; at most 64
+    #[arg(long, default_value_t = 64)]
+    pub requests: usize,
 }
 
 #[derive(clap::Args, Clone)]

@@ -20,7 +20,7 @@ use crate::ingest::ingest;
 use crate::out::{say, say_part};
 use crate::pair::{Pair, private};
 use crate::sources::{Source, collect};
-use crate::{bench_store, demo, fio};
+use crate::{bench_store, demo, fio, paper, peers, report};
 
 pub async fn run(
     resolved: &Resolved,
@@ -41,6 +41,20 @@ pub async fn run(
         BenchCommand::Codec(o) => ("codec", bench_store::codec(resolved, o, &mut notes).await),
         BenchCommand::Trace(o) => ("trace", bench_store::trace(o, &mut notes)),
         BenchCommand::Start(o) => ("start", bench_store::start(resolved, o).await),
+        BenchCommand::Peers(o) => {
+            let outcome = peers::run(resolved, o, &mut notes).await?;
+            show(resolved, "peers", &outcome.figures, &notes, format)?;
+            return Ok(if outcome.complete { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        BenchCommand::Report(o) if o.paper => {
+            let measure = async |client| {
+                say!("{}", paper::measure(client, o).await?);
+                Ok(Vec::new())
+            };
+            with_pair(resolved, None, measure).await?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        BenchCommand::Report(o) => return report::run(o),
     };
     show(resolved, name, &figures?, &notes, format)
 }

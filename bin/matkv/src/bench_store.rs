@@ -219,7 +219,7 @@ fn codec_figures(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> Vec<Fig
     for (dtype, f) in KvDtype::AT_REST.iter().zip(fidelity) {
         let (name, unit) = (format!("kl_{dtype}"), "nats/token");
         let (low, high) = (f.kl - f.kl_interval, f.kl + f.kl_interval);
-        figures.push(Figure { name, value: f.kl, unit, low, high });
+        figures.push(Figure { name, value: f.kl, unit, low, high, target: None });
         figures.push(Figure::exact(format!("top1_{dtype}"), f.top1, "share"));
     }
     for c in costs {

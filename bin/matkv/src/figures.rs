@@ -4,19 +4,46 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
+/// What a figure should be.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Target {
+    AtLeast(f64),
+    Under(f64),
+}
+
+impl Target {
+    pub fn is_met(self, value: f64) -> bool {
+        match self {
+            Self::AtLeast(least) => value >= least,
+            Self::Under(most) => value < most,
+        }
+    }
+}
+
+impl std::fmt::Display for Target {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::AtLeast(least) => write!(f, "at least {least}"),
+            Self::Under(most) => write!(f, "under {most}"),
+        }
+    }
+}
+
 /// One named figure with its spread.
+#[derive(Clone, Debug)]
 pub struct Figure {
     pub name: String,
     pub value: f64,
     pub unit: &'static str,
     pub low: f64,
     pub high: f64,
+    pub target: Option<Target>,
 }
 
 impl Figure {
     /// A figure without spread: a count or a size.
     pub fn exact(name: impl Into<String>, value: f64, unit: &'static str) -> Self {
-        Self { name: name.into(), value, unit, low: value, high: value }
+        Self { name: name.into(), value, unit, low: value, high: value, target: None }
     }
 
     /// The median of samples, with the first and third quartile.
@@ -28,7 +55,7 @@ impl Figure {
             sorted.get((q * last as f64).round() as usize).copied().unwrap_or(f64::NAN)
         };
         let value = crate::demo::median(sorted.clone());
-        Self { name: name.into(), value, unit, low: at(0.25), high: at(0.75) }
+        Self { name: name.into(), value, unit, low: at(0.25), high: at(0.75), target: None }
     }
 }
 
@@ -37,7 +64,14 @@ pub fn report(bench: &str, threads: usize, figures: &[Figure], notes: &[String])
     let list: Vec<Value> = figures
         .iter()
         .map(|f| {
-            json!({"name": f.name, "value": f.value, "unit": f.unit, "low": f.low, "high": f.high})
+            let mut json = json!({
+                "name": f.name, "value": f.value, "unit": f.unit, "low": f.low, "high": f.high,
+            });
+            if let Some(target) = f.target {
+                json["target"] = target.to_string().into();
+                json["met"] = target.is_met(f.value).into();
+            }
+            json
         })
         .collect();
     json!({
@@ -56,17 +90,28 @@ pub fn report(bench: &str, threads: usize, figures: &[Figure], notes: &[String])
 
 /// The same, for people.
 pub fn text(figures: &[Figure]) -> String {
+    let with_targets = figures.iter().any(|f| f.target.is_some());
     let row = |f: &Figure| {
         let digits = if f.value.abs() >= 100.0 { 0 } else { 3 };
-        vec![
+        let mut cells = vec![
             f.name.clone(),
             format!("{:.digits$}", f.value),
             f.unit.to_owned(),
             format!("{:.digits$} … {:.digits$}", f.low, f.high),
-        ]
+        ];
+        if with_targets {
+            cells.push(f.target.map_or_else(String::new, |t| t.to_string()));
+            cells.push(f.target.map_or("", |t| verdict(t.is_met(f.value))).to_owned());
+        }
+        cells
     };
     let rows: Vec<_> = figures.iter().map(row).collect();
-    crate::render::table(&["figure", "value", "unit", "quartiles"], &rows)
+    let head = ["figure", "value", "unit", "quartiles", "target", "met"];
+    crate::render::table(if with_targets { &head } else { &head[..4] }, &rows)
+}
+
+fn verdict(met: bool) -> &'static str {
+    crate::render::yes_no(met)
 }
 
 fn read(path: &str) -> String {
@@ -106,5 +151,21 @@ mod tests {
         let f = Figure::median("x", &[5.0, 1.0, 4.0, 2.0, 3.0], "ms");
         assert_eq!((f.value, f.low, f.high), (3.0, 2.0, 4.0));
         assert!(Figure::median("x", &[], "ms").value.is_nan());
+    }
+
+    #[test]
+    fn targets_are_shown_and_judged() {
+        let target = Some(Target::AtLeast(1.5));
+        let met = Figure { target, ..Figure::exact("x", 1.5, "ratio") };
+        let missed = Figure { target: Some(Target::Under(2.0)), ..Figure::exact("y", 2.0, "MB") };
+        let figures = [met, missed, Figure::exact("z", 1.0, "s")];
+        let report = report("b", 1, &figures, &[]);
+        assert_eq!(report["figures"][0]["target"], "at least 1.5");
+        assert_eq!(report["figures"][0]["met"], true);
+        assert_eq!(report["figures"][1]["met"], false);
+        assert!(report["figures"][2].get("met").is_none());
+        let table = text(&figures);
+        assert!(table.lines().nth(2).is_some_and(|l| l.ends_with("under 2   no")), "{table}");
+        assert!(!text(&figures[2..]).contains("target"));
     }
 }

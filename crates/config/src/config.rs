@@ -64,6 +64,8 @@ pub struct Config {
     pub io_block: u64,
     /// A kernel thread takes io_uring submissions.
     pub io_sqpoll: bool,
+    /// Bytes a second that files are read at, to measure a slower device; 0 for as fast as it is.
+    pub io_throttle: u64,
     /// Longest a load may take; then the chunk is computed.
     pub io_deadline: Duration,
     /// Threads that verify and decode what has been read; 0 for one per core.
@@ -197,6 +199,7 @@ impl Default for Config {
             io_depth: 32,
             io_block: 1 << 20,
             io_sqpoll: false,
+            io_throttle: 0,
             io_deadline: Duration::from_secs(10),
             io_threads: 0,
             storage_type: StorageType::Single,

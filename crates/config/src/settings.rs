@@ -303,6 +303,13 @@ pub static SETTINGS: &[Setting] = &[
         bool::to_string
     ),
     setting!(
+        "io.throttle",
+        "bytes a second that files are read at, to measure a slower device; 0: as fast as it is",
+        io_throttle,
+        parse_bytes,
+        show_bytes
+    ),
+    setting!(
         "io.deadline",
         "longest a load may take; then the chunk is computed instead",
         io_deadline,

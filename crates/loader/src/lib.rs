@@ -43,6 +43,7 @@ mod staging;
 mod status;
 mod store_options;
 mod threads;
+mod throttled;
 mod together;
 mod wire;
 mod world;

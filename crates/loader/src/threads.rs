@@ -28,6 +28,7 @@ use crate::session::Sessions;
 use crate::session_thread::SessionThread;
 use crate::status::Observer;
 use crate::store_options::policy;
+use crate::throttled::Throttled;
 use crate::world::{LOADS_MAX, LoadJob, LoadMessage, Loaded};
 
 /// A receiver that is disconnected, and so ready for ever, once the flag is raised.
@@ -102,6 +103,10 @@ fn engine(
     done: Sender<ReadDone>,
 ) -> Result<Arc<dyn ReadEngine>, LoaderError> {
     let options = engine_options(config);
+    if config.io_throttle > 0 {
+        tracing::warn!("io.throttle: reading at {} bytes a second", config.io_throttle);
+        return Ok(Arc::new(Throttled::new(config.io_throttle, done)));
+    }
     let (engine, note) = open_engine(options, segment.region(), done)?;
     if let Some(note) = note {
         tracing::warn!("{note}");

@@ -1,22 +1,18 @@
 //! From a cold device into the arena, through the code that serves: store, engine, verification,
 //! decoding. Only the model is not there.
 
-use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crossbeam::channel::{Receiver, Sender, bounded};
+use crossbeam::channel::{Receiver, bounded};
 use matkv_format::ChunkFile;
 use matkv_store::{
     DocumentRecord, NewChunk, Store, StoreOptions, Tier, TierOptions, Volume, VolumeKind,
     page_aligned,
 };
 pub use matkv_sys::EngineOptions;
-use matkv_sys::{
-    REQUESTS_MAX, ReadDone, ReadEngine, ReadRequest, Segment, SlotMut, evict_page_cache,
-    open_engine,
-};
+use matkv_sys::{REQUESTS_MAX, ReadEngine, Segment, SlotMut, evict_page_cache, open_engine};
 use matkv_types::{ChunkId, ContentId, Encoding, KvLayout};
 
 use super::{stored, text};
@@ -25,6 +21,7 @@ use crate::compile::restore;
 use crate::keeper::NOTES_MAX;
 use crate::onboard::{self, OnboardInlets, OnboardOutlets, Onboarding, Shelf};
 use crate::rates::Rates;
+use crate::throttled::Throttled;
 use crate::world::{Found, LoadJob, Loaded};
 
 /// Level of the lossless stage.
@@ -257,7 +254,7 @@ impl Bench {
 }
 
 /// Writes a chunk and enters it.
-fn add(store: &Store, id: ChunkId, tokens: &[u32], file: &[u8]) -> Result<(), String> {
+pub(super) fn add(store: &Store, id: ChunkId, tokens: &[u32], file: &[u8]) -> Result<(), String> {
     let announced = store.announce(&[id]).map_err(text)?;
     let file = page_aligned(file).map_err(text)?;
     let placement = store.write_file(&id, &file).map_err(text)?;
@@ -273,56 +270,4 @@ fn add(store: &Store, id: ChunkId, tokens: &[u32], file: &[u8]) -> Result<(), St
     txn.put_documents(&[&record]).map_err(text)?;
     txn.commit().map_err(text)?;
     Ok(())
-}
-
-/// An engine in which every directory is a device of a given speed: shows what several of them
-/// add up to on a machine that has one.
-struct Throttled {
-    rate: u64,
-    done: Sender<ReadDone>,
-    /// When each device is free, by its number.
-    free: Mutex<HashMap<usize, Instant>>,
-}
-
-impl Throttled {
-    fn new(rate: u64, done: Sender<ReadDone>) -> Self {
-        Self { rate, done, free: Mutex::default() }
-    }
-}
-
-impl ReadEngine for Throttled {
-    fn submit(&self, mut request: ReadRequest) {
-        use std::os::unix::fs::FileExt;
-        let done = self.done.clone();
-        // Files of one device take turns; the n-th part file of a stripe is on the n-th device.
-        let mut devices: Vec<*const std::fs::File> = Vec::new();
-        let mut device = |part: &matkv_sys::ReadPart| {
-            let file = Arc::as_ptr(&part.file);
-            devices.iter().position(|d| *d == file).unwrap_or_else(|| {
-                devices.push(file);
-                devices.len() - 1
-            })
-        };
-        let mut until = Instant::now();
-        for part in &request.parts {
-            let spent = Duration::from_secs_f64(part.len as f64 / self.rate as f64);
-            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-            let at = free.entry(device(part)).or_insert_with(Instant::now);
-            *at = (*at).max(Instant::now()) + spent;
-            until = until.max(*at);
-        }
-        std::thread::spawn(move || {
-            let parts = std::mem::take(&mut request.parts);
-            let read = parts.iter().try_for_each(|p| {
-                let target = &mut request.target[p.offset..p.offset + p.len];
-                p.file.read_exact_at(target, p.file_offset)
-            });
-            std::thread::sleep(until.saturating_duration_since(Instant::now()));
-            let _ = done.send(ReadDone { tag: request.tag, target: request.target, result: read });
-        });
-    }
-
-    fn describe(&self) -> &str {
-        "throttled"
-    }
 }

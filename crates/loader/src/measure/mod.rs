@@ -4,7 +4,9 @@
 pub mod codec;
 pub mod device;
 pub mod load;
+pub mod machine;
 pub mod policies;
+pub mod speed;
 
 use matkv_format::{ChunkFile, Superblock};
 use matkv_store::{Store, Tier};

@@ -1,0 +1,41 @@
+//! Ctrl-C in a run that keeps what it has measured: a flag that every step looks at.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use anyhow::ensure;
+
+/// Raised by the first Ctrl-C.
+#[derive(Clone, Default)]
+pub struct Stop(Arc<AtomicBool>);
+
+impl Stop {
+    /// From now on a Ctrl-C raises the flag; a second one ends the process, and with it its
+    /// children.
+    pub fn on_ctrl_c() -> Self {
+        let stop = Self::default();
+        let raised = stop.clone();
+        tokio::spawn(async move {
+            for asked in 0.. {
+                if tokio::signal::ctrl_c().await.is_err() {
+                    return;
+                }
+                if asked > 0 {
+                    std::process::exit(130);
+                }
+                raised.0.store(true, Ordering::SeqCst);
+                eprintln!("stopping; once more ends at once");
+            }
+        });
+        stop
+    }
+
+    pub fn is_raised(&self) -> bool {
+        self.0.load(Ordering::SeqCst)
+    }
+
+    pub fn check(&self) -> anyhow::Result<()> {
+        ensure!(!self.is_raised(), "interrupted");
+        Ok(())
+    }
+}

@@ -1,0 +1,117 @@
+//! What this machine can do at most: the floors that speeds are held against.
+
+use std::time::Instant;
+
+use matkv_kernels::{Activations, Isa, PackedMatrix, gemm, peak_flops};
+use matkv_model::LanguageModel;
+use matkv_types::Precision;
+use rayon::prelude::*;
+
+use super::text;
+
+/// Larger than the last-level cache of any known processor.
+const STREAM_BYTES: usize = 1 << 30;
+/// The best of so many passes is the bandwidth: a floor must not be slow because of neighbours.
+const PASSES: usize = 7;
+/// Rows of the products whose speed is held against the peak.
+const GEMM_ROWS: [usize; 2] = [512, 2048];
+
+/// Peaks of all threads together.
+#[derive(Clone, Copy, Debug)]
+pub struct Peaks {
+    /// Floating-point operations a second of bf16 dot products on registers.
+    pub bf16: f64,
+    /// Bytes a second of reading memory.
+    pub memory: f64,
+}
+
+/// A pool of as many threads as the measured process has.
+///
+/// # Errors
+/// If the threads cannot be started.
+pub fn pool(threads: usize) -> Result<rayon::ThreadPool, String> {
+    rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(text)
+}
+
+impl Peaks {
+    /// Measures both.
+    pub fn measure(pool: &rayon::ThreadPool) -> Self {
+        pool.install(|| Self {
+            bf16: peak_flops(Isa::detect(), Precision::Bf16),
+            memory: memory_rate(),
+        })
+    }
+}
+
+/// Every thread sums its own part of a large buffer.
+fn memory_rate() -> f64 {
+    let words: Vec<u64> = (0..STREAM_BYTES / 8).into_par_iter().map(|i| i as u64).collect();
+    let part = words.len().div_ceil(rayon::current_num_threads());
+    let pass = |_| {
+        let started = Instant::now();
+        let sum = words.par_chunks(part).map(sum).reduce(|| 0, u64::wrapping_add);
+        std::hint::black_box(sum);
+        STREAM_BYTES as f64 / started.elapsed().as_secs_f64()
+    };
+    (0..PASSES).map(pass).fold(0.0, f64::max)
+}
+
+/// Independent chains, so that memory and not the additions is the limit.
+fn sum(words: &[u64]) -> u64 {
+    let mut sums = [0u64; 32];
+    for chunk in words.chunks_exact(32) {
+        for (sum, word) in sums.iter_mut().zip(chunk) {
+            *sum = sum.wrapping_add(*word);
+        }
+    }
+    sums.into_iter().fold(0, u64::wrapping_add)
+}
+
+/// Speed of the model's bf16 products of at least 512 rows over the peak: the slowest shape.
+pub fn gemm_over_peak(pool: &rayon::ThreadPool, model: &LanguageModel) -> f64 {
+    let c = &model.config;
+    let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+    let shapes = [(q + 2 * kv, c.hidden), (c.hidden, q), (2 * c.ffn, c.hidden), (c.hidden, c.ffn)];
+    let isa = Isa::detect();
+    pool.install(|| {
+        let (mut least, mut peak) = (f64::INFINITY, 0f64);
+        for m in GEMM_ROWS {
+            for (n, k) in shapes {
+                let a = Activations::rounded(Precision::Bf16, &values(m * k));
+                let w = PackedMatrix::pack(&values(n * k), n, k, Precision::Bf16);
+                let mut c = vec![0.0; m * w.padded_n()];
+                let mut best = f64::INFINITY;
+                // Between them: the clock of a shared machine is not always the same, and what it
+                // once reached is the peak.
+                peak = peak.max(peak_flops(isa, Precision::Bf16));
+                for _ in 0..20 {
+                    let started = Instant::now();
+                    gemm(isa, &a, &w, &mut c);
+                    best = best.min(started.elapsed().as_secs_f64());
+                }
+                least = least.min((2 * m * n * k) as f64 / best);
+            }
+        }
+        least / peak
+    })
+}
+
+/// Values in −1…1 without a pattern that sums could profit from.
+fn values(n: usize) -> Vec<f32> {
+    (0..n).map(|i| (i * 7919 % 1009) as f32 / 504.5 - 1.0).collect()
+}
+
+/// Operations of computing rows at these positions, each attending to all before it and itself:
+/// two for each weight outside the embedding, four for each dimension of each head and row
+/// attended to; and the output projection of `heads` rows.
+pub fn operations(
+    model: &LanguageModel,
+    positions: impl Iterator<Item = usize>,
+    heads: usize,
+) -> f64 {
+    let c = &model.config;
+    let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+    let weights = c.hidden * (q + 2 * kv) + q * c.hidden + 3 * c.hidden * c.ffn;
+    let rows: f64 = positions.map(|p| (2 * weights) as f64 + (4 * q) as f64 * (p + 1) as f64).sum();
+    rows * c.layers as f64 + (2 * c.hidden * c.vocab * heads) as f64
+}
