@@ -191,8 +191,8 @@ impl Bench<'_> {
     }
 
     fn peaks(&self) -> anyhow::Result<Peaks> {
-        let pool = self.speed()?.pool();
-        Ok(*self.peaks.get_or_init(|| Peaks::measure(pool)))
+        let team = self.speed()?.team();
+        Ok(*self.peaks.get_or_init(|| Peaks::measure(team)))
     }
 
     /// llama.cpp's weight types, the fastest in prefill first; measured once in a run.

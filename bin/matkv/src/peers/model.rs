@@ -31,7 +31,7 @@ impl Bench<'_> {
         for round in 0..self.options.rounds {
             self.progress(format_args!("round {}: products", round + 1))?;
             let speed = self.speed()?;
-            shares.push(machine::gemm_over_peak(speed.pool(), speed.model()));
+            shares.push(machine::gemm_over_peak(speed.team(), speed.model()));
         }
         self.figures.push(Figure::median("bf16_gemm_over_peak", &shares, "ratio"));
         Ok(())

@@ -94,7 +94,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Requests a second with overlap over without, alternated, each first in turn.
+    /// Time of the requests with overlap over without, alternated, each first in turn.
     async fn compare(&mut self, name: &str, store: &Path, rate: u64) -> anyhow::Result<()> {
         let requests = self.options.requests;
         let mut seconds = [Vec::new(), Vec::new()];
@@ -134,7 +134,8 @@ impl Bench<'_> {
             share.value * 100.0
         ));
         self.figures.push(share);
-        self.ratio(name, &on, &off);
+        // Time over time.
+        self.ratio(name, &off, &on);
         Ok(())
     }
 

@@ -258,7 +258,7 @@ impl Bench<'_> {
 
     /// Memory of both processes beyond the arena and mapped weights.
     fn memory(&mut self, status: &GetStatusResponse) -> anyhow::Result<()> {
-        let skip = |name: &str| name.starts_with("/dev/shm/") || name.ends_with(".gguf");
+        let skip = |name: &str| name.starts_with("/dev/shm/") || name.ends_with(".weights");
         let mut total = 0.0;
         for (name, pid) in [("loader", status.loader_pid), ("decoder", status.decoder_pid)] {
             let megabytes = pss_mb(pid, skip)?;

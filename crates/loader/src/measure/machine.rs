@@ -2,10 +2,11 @@
 
 use std::time::Instant;
 
-use matkv_kernels::{Activations, Isa, PackedMatrix, gemm, peak_flops};
-use matkv_model::LanguageModel;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use matkv_kernels::{Activations, Isa, PackedMatrix, gemm, peak_flops, team};
+use matkv_model::{LanguageModel, Team};
 use matkv_types::Precision;
-use rayon::prelude::*;
 
 use super::text;
 
@@ -25,18 +26,18 @@ pub struct Peaks {
     pub memory: f64,
 }
 
-/// A pool of as many threads as the measured process has.
+/// As many threads as the measured process has.
 ///
 /// # Errors
-/// If the threads cannot be started.
-pub fn pool(threads: usize) -> Result<rayon::ThreadPool, String> {
-    rayon::ThreadPoolBuilder::new().num_threads(threads).build().map_err(text)
+/// If they cannot be started.
+pub fn team(threads: usize) -> Result<Team, String> {
+    Team::new(threads, "bench", |_| {}).map_err(text)
 }
 
 impl Peaks {
     /// Measures both.
-    pub fn measure(pool: &rayon::ThreadPool) -> Self {
-        pool.install(|| Self {
+    pub fn measure(team: &Team) -> Self {
+        team.install(|| Self {
             bf16: peak_flops(Isa::detect(), Precision::Bf16),
             memory: memory_rate(),
         })
@@ -45,12 +46,16 @@ impl Peaks {
 
 /// Every thread sums its own part of a large buffer.
 fn memory_rate() -> f64 {
-    let words: Vec<u64> = (0..STREAM_BYTES / 8).into_par_iter().map(|i| i as u64).collect();
-    let part = words.len().div_ceil(rayon::current_num_threads());
+    let words: Vec<u64> = (0..STREAM_BYTES as u64 / 8).collect();
+    let (threads, total) = (team::threads(), AtomicU64::new(0));
+    let part = words.len().div_ceil(threads);
     let pass = |_| {
         let started = Instant::now();
-        let sum = words.par_chunks(part).map(sum).reduce(|| 0, u64::wrapping_add);
-        std::hint::black_box(sum);
+        team::for_each(threads, |i| {
+            let mine = &words[(i * part).min(words.len())..((i + 1) * part).min(words.len())];
+            total.fetch_add(sum(mine), Ordering::Relaxed);
+        });
+        std::hint::black_box(&total);
         STREAM_BYTES as f64 / started.elapsed().as_secs_f64()
     };
     (0..PASSES).map(pass).fold(0.0, f64::max)
@@ -68,12 +73,12 @@ fn sum(words: &[u64]) -> u64 {
 }
 
 /// Speed of the model's bf16 products of at least 512 rows over the peak: the slowest shape.
-pub fn gemm_over_peak(pool: &rayon::ThreadPool, model: &LanguageModel) -> f64 {
+pub fn gemm_over_peak(team: &Team, model: &LanguageModel) -> f64 {
     let c = &model.config;
     let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
     let shapes = [(q + 2 * kv, c.hidden), (c.hidden, q), (2 * c.ffn, c.hidden), (c.hidden, c.ffn)];
     let isa = Isa::detect();
-    pool.install(|| {
+    team.install(|| {
         let (mut least, mut peak) = (f64::INFINITY, 0f64);
         for m in GEMM_ROWS {
             for (n, k) in shapes {

@@ -5,14 +5,16 @@ use std::time::Instant;
 
 use matkv_config::Config;
 use matkv_format::{ChunkFile, Superblock};
+use matkv_kernels::team;
 use matkv_model::{
-    Detokenizer, ForwardRow, LanguageModel, Phase, PromptTexts, Segment, Source, Step, model_path,
+    Detokenizer, ForwardRow, LanguageModel, Phase, PromptTexts, Segment, Source, Step, Team,
+    model_path,
 };
 use matkv_store::{Identity, Store, StoreOptions, TierOptions};
 use matkv_types::{ChunkId, ContentId, Encoding, KvDtype, KvLayout};
 
 use super::load::add;
-use super::machine::pool;
+use super::machine;
 use super::text;
 use crate::chunk_spec::ChunkSpec;
 use crate::compile::restore;
@@ -30,7 +32,7 @@ pub struct Speed {
     /// The prefix's rows, exact.
     before: Rows,
     encoding: Encoding,
-    pool: rayon::ThreadPool,
+    team: Team,
 }
 
 /// Rows in the arena's form.
@@ -79,8 +81,8 @@ impl Speed {
         let prefix = prefill.prefix(&texts).map_err(text)?;
         let encoding = Encoding::new(config.storage_dtype, config.storage_codec);
         let before = Rows::empty(KvLayout::new(prefill.kv_shape(), KvDtype::Bf16, prefix.len()));
-        let pool = pool(threads)?;
-        let mut speed = Self { prefill, decode, prefix, before, encoding, pool };
+        let team = machine::team(threads)?;
+        let mut speed = Self { prefill, decode, prefix, before, encoding, team };
         let mut before = speed.before.clone();
         speed.rows(&speed.prefix, &mut before, None, false);
         speed.before = before;
@@ -93,8 +95,8 @@ impl Speed {
     }
 
     /// The threads it is computed by.
-    pub fn pool(&self) -> &rayon::ThreadPool {
-        &self.pool
+    pub fn team(&self) -> &Team {
+        &self.team
     }
 
     /// Ids that precede the documents in every prompt.
@@ -151,7 +153,7 @@ impl Speed {
             let logits = logits && end == tokens.len();
             let (rows, segments, own) = (&new[..], &segments[..], &mut rows.bytes[..]);
             let step = Step { rows, segments, own, own_layout, logits };
-            std::hint::black_box(self.pool.install(|| self.prefill.forward(&mut [step])));
+            std::hint::black_box(self.team.install(|| self.prefill.forward(&mut [step])));
         }
     }
 
@@ -176,7 +178,11 @@ impl Speed {
         let expect = spec.expectation(self.id(tokens), tokens);
         let dtype = self.encoding.dtype;
         let mut file = vec![0; ChunkFile::len(shape, dtype, tokens.len())];
-        let found = ChunkFile::encode(&mut rows.bytes, &mut file, &expect, dtype).map_err(text)?;
+        let layers = |kv: &mut [u8], stride: usize, encode: &(dyn Fn(usize, &mut [u8]) + Sync)| {
+            team::for_each_part(kv, stride, encode);
+        };
+        let encode = || ChunkFile::encode_with(&mut rows.bytes, &mut file, &expect, dtype, layers);
+        let found = self.team.install(encode).map_err(text)?;
         if self.encoding.codec == matkv_types::Codec::None {
             return Ok(file);
         }
@@ -318,7 +324,7 @@ impl<'a> Decoding<'a> {
                 logits: true,
             })
             .collect();
-        let logits = self.speed.pool.install(|| self.speed.decode.forward(&mut steps));
+        let logits = self.speed.team.install(|| self.speed.decode.forward(&mut steps));
         std::hint::black_box(logits);
         drop(steps);
         drop(segments);
