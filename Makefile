@@ -11,7 +11,7 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-trace bench-start bench-forward bench-peers peers \
+	bench-cold bench-load bench-codec bench-trace bench-start bench-forward bench-peers peers bench-paper \
 	soak soak-storage simulate fuzz install clean
 
 demo: build
@@ -79,6 +79,10 @@ peers:
 
 bench-peers: build peers
 	scripts/bench.sh peers $(DATA)
+
+# DATA is a directory with turborag.
+bench-paper: build
+	scripts/bench.sh paper $(DATA)
 
 bench-trace: build
 	target/release/matkv bench trace
