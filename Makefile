@@ -11,7 +11,7 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-trace bench-start bench-forward soak soak-storage simulate fuzz install clean
+	bench-cold bench-load bench-codec bench-fidelity bench-trace bench-start bench-forward soak soak-storage simulate fuzz install clean
 
 demo: build
 	target/release/matkv demo
@@ -71,6 +71,9 @@ bench-load: build
 
 bench-codec: build
 	scripts/bench.sh codec $(DATA)
+
+bench-fidelity: build
+	scripts/bench.sh fidelity $(DATA)
 
 bench-trace: build
 	target/release/matkv bench trace

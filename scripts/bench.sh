@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a benchmark on the LongBench HotpotQA documents:
-#   scripts/bench.sh e2e|cold|load|codec DATA_DIRECTORY
+#   scripts/bench.sh e2e|cold|load|codec|fidelity DATA_DIRECTORY
 # DATA_DIRECTORY holds longbench-hotpotqa/ or longbench-hotpotqa.tar.xz. More arguments go to
 # `matkv bench`. The process asks for the processor before others do where it may.
 set -euo pipefail
@@ -46,8 +46,13 @@ codec)
     "$matkv" bench codec --corpus "$corpus/documents" --documents "${DOCUMENTS:-80}" \
         --questions "$corpus/questions/query.jsonl" --store "$store-exact" "$@"
     ;;
+fidelity)
+    "$matkv" bench fidelity --corpus "$corpus/documents" --documents "${DOCUMENTS:-200}" \
+        --questions "$corpus/questions/query.jsonl" --answers "$corpus/answers/answer.jsonl" \
+        --count "${COUNT:-20}" --store "$store" "$@"
+    ;;
 *)
-    echo "usage: scripts/bench.sh e2e|cold|load|codec DATA_DIRECTORY" >&2
+    echo "usage: scripts/bench.sh e2e|cold|load|codec|fidelity DATA_DIRECTORY" >&2
     exit 2
     ;;
 esac

@@ -242,11 +242,7 @@ impl Sim<'static> {
                 chosen.push(n);
             }
         }
-        let mode = match self.random.below(3) {
-            0 => Mode::Vanilla,
-            1 => Mode::Linked(0),
-            _ => Mode::Linked(4),
-        };
+        let mode = chunks::mode(&mut self.random);
         let rest = (0..self.random.between(1, 12)).map(|i| 40 + i as u32).collect();
         // Now and then a slot that needs a large hole.
         let most = if self.random.chance(200) { 400 } else { 24 };
@@ -443,6 +439,8 @@ impl Sim<'static> {
             state.end(Ok(FinishReason::Cancelled));
             return Ok(());
         }
+        chunks::choose(&mut resident.planned);
+        let planned = &resident.planned;
         let first = {
             let prefix = (self.loader.prefix.section(), self.loader.prefix.layout());
             let chunk = |i: usize| match &resident.chunks[i] {
