@@ -299,7 +299,7 @@ mod tests {
             rest in 1usize..40,
             link in 0u32..90,
             share in 0.0..=1.0f64,
-            kind in 0..4,
+            kind in 0usize..4,
         ) {
             let chunks: Vec<Vec<u32>> = chunks.iter().map(|&n| vec![7; n]).collect();
             let share = Share::new(share).unwrap();

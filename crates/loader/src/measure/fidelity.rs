@@ -22,7 +22,7 @@ use super::text;
 use crate::arena::{Arena, ChunkSlot};
 use crate::compile::{compile_prefix, restore};
 use crate::focus::{self, Units};
-use crate::plan::Plan;
+use crate::plan::{Plan, PlannedSegment};
 
 /// The layer whose K and V are compared: the first one that depends on other rows.
 const DEVIATION_LAYER: usize = 1;
@@ -230,42 +230,37 @@ impl<'a> Asked<'a> {
 
     /// How far the K and V of every stored row are from those of the full prefill.
     fn deviations(&self, plan: &Plan, full: &Prefilled<'_>) -> Vec<Vec<f32>> {
-        let rope = &self.model.config.rope;
-        let layer = DEVIATION_LAYER.min(self.model.kv_shape().layers - 1);
         let shape = self.model.kv_shape();
+        let layer = DEVIATION_LAYER.min(shape.layers - 1);
         // The runs of the full prefill: prefix, chunks, rest.
         let chunks = self.stored.rows.iter().zip(&plan.segments[1..]);
-        let of_chunk = |(stored, run): (&Rows, &crate::plan::PlannedSegment)| -> Vec<f32> {
+        let of_chunk = |(stored, run): (&Rows, &PlannedSegment)| -> Vec<f32> {
             let shift = run.position as i64 - self.prefix.len() as i64;
-            let angles = rope.angles([shift]);
-            let row = |row: usize| {
-                let mut sum = 0.0;
-                for head in 0..shape.kv_heads {
-                    let at = (layer, head);
-                    let vector =
-                        |read: fn(&[u8], &KvLayout, (usize, usize), usize, usize) -> f32,
-                         bytes: &[u8],
-                         layout: &KvLayout,
-                         row| {
-                            (0..shape.head_dim).map(|d| read(bytes, layout, at, row, d)).collect()
-                        };
-                    let own = run.first_row + row;
-                    let k: Vec<f32> = vector(read_k, &full.own, &full.layout, own);
-                    let v: Vec<f32> = vector(read_v, &full.own, &full.layout, own);
-                    let kept: Vec<f32> = vector(read_k, &stored.bytes, &stored.layout, row);
-                    let kept_v: Vec<f32> = vector(read_v, &stored.bytes, &stored.layout, row);
-                    let mut kept_k = vec![0.0; shape.head_dim];
-                    // Keys carry the magnitude already.
-                    let scale = (1.0 / rope.magnitude) as f32;
-                    rotate_heads(rope.style, &angles, 0, &kept, scale, &mut kept_k);
+            let mut sums = vec![0.0; stored.layout.rows];
+            for head in 0..shape.kv_heads {
+                for (row, sum) in sums.iter_mut().enumerate() {
+                    let own = (&full.own[..], &full.layout);
+                    let (k, v) = vectors(own, (layer, head), run.first_row + row);
+                    let (kept_k, kept_v) =
+                        vectors((&stored.bytes, &stored.layout), (layer, head), row);
+                    let kept_k = self.moved(&kept_k, shift);
                     let pairs = k.iter().zip(&kept_k).chain(v.iter().zip(&kept_v));
-                    sum += pairs.map(|(a, b)| (a - b) * (a - b)).sum::<f32>();
+                    *sum += pairs.map(|(a, b)| (a - b) * (a - b)).sum::<f32>();
                 }
-                sum
-            };
-            (0..stored.layout.rows).map(row).collect()
+            }
+            sums
         };
         chunks.map(of_chunk).collect()
+    }
+
+    /// A key as if its row stood `shift` positions later.
+    fn moved(&self, key: &[f32], shift: i64) -> Vec<f32> {
+        let rope = &self.model.config.rope;
+        let mut out = vec![0.0; key.len()];
+        // Keys carry the magnitude already.
+        let scale = (1.0 / rope.magnitude) as f32;
+        rotate_heads(rope.style, &rope.angles([shift]), 0, key, scale, &mut out);
+        out
     }
 
     fn sample(&self, plan: &Plan, forced: &[u32], reference: &[Vec<f32>]) -> Sample {
@@ -293,6 +288,17 @@ impl<'a> Asked<'a> {
         }
         sample
     }
+}
+
+/// K and V of one row of a layer and head.
+fn vectors(
+    (bytes, layout): (&[u8], &KvLayout),
+    at: (usize, usize),
+    row: usize,
+) -> (Vec<f32>, Vec<f32>) {
+    let dims = 0..layout.shape.head_dim;
+    let k = dims.clone().map(|d| read_k(bytes, layout, at, row, d)).collect();
+    (k, dims.map(|d| read_v(bytes, layout, at, row, d)).collect())
 }
 
 /// Words as SQuAD counts them: lower case, without punctuation and articles.
