@@ -310,8 +310,9 @@ mod tests {
                 Mode::Focused { share, link },
             ][kind];
             let before = Plan::new(mode, &vec![1; prefix], &chunks, &vec![9; rest], 10);
+            let weight = |i: usize| (i * 31 % 17) as f32;
             let weights: Vec<Vec<f32>> =
-                chunks.iter().map(|c| (0..c.len()).map(|i| (i * 31 % 17) as f32).collect()).collect();
+                chunks.iter().map(|c| (0..c.len()).map(weight).collect()).collect();
             let plan = match mode {
                 Mode::Focused { link, .. } => {
                     focused(&before, link, &vec![1; prefix], &chunks, &weights)
