@@ -433,7 +433,6 @@ impl Sim<'static> {
             self.loader.load.message(LoadMessage::Again(Box::new(resident)));
             return Ok(());
         }
-        let planned = &resident.planned;
         if state.is_cancelled() {
             drop(resident);
             state.end(Ok(FinishReason::Cancelled));

@@ -211,7 +211,7 @@ impl<'a> Asked<'a> {
         let mut bytes = vec![0u8; own.total_bytes()];
         let prompt = (self.prefix, &self.stored.tokens[..], &rest[..]);
         let source = |s| source(self.prefix_rows, &self.stored.rows, s);
-        focus::weights(self.model, prompt, source, (&mut bytes, own), &mut || true)
+        focus::weights(self.model, prompt, source, (&mut bytes, own), &mut |_| true)
             .unwrap_or_default()
     }
 
