@@ -3,7 +3,7 @@
 mod common;
 
 use common::{Case, Seg, rng, section, vector};
-use matkv_kernels::{Isa, RopeStyle, RotaryEmbedding};
+use matkv_kernels::{Isa, RopeStyle, RotaryEmbedding, team};
 use matkv_types::{KvDtype, KvShape, Precision};
 
 const SHAPE: KvShape = KvShape { layers: 2, kv_heads: 2, head_dim: 64 };
@@ -61,8 +61,8 @@ fn the_same_bits_everywhere() {
         for precision in Precision::ALL {
             let case = case(dtype, 70);
             let bits = |isa, threads| -> Vec<u32> {
-                let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
-                let weights = pool.install(|| case.attended(isa, precision));
+                let team = team::Team::new(threads, "test", |_| {}).unwrap();
+                let weights = team.install(|| case.attended(isa, precision));
                 weights.iter().flatten().map(|w| w.to_bits()).collect()
             };
             let want = bits(Isa::detect(), 1);
