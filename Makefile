@@ -11,8 +11,8 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-trace bench-start bench-forward bench-peers peers bench-paper \
-	soak soak-storage simulate fuzz install clean
+	bench-cold bench-load bench-codec bench-fidelity bench-trace bench-start bench-forward bench-peers \
+	peers bench-paper soak soak-storage simulate fuzz install clean
 
 demo: build
 	target/release/matkv demo
@@ -83,6 +83,9 @@ bench-peers: build peers
 # DATA is a directory with turborag.
 bench-paper: build
 	scripts/bench.sh paper $(DATA)
+
+bench-fidelity: build
+	scripts/bench.sh fidelity $(DATA)
 
 bench-trace: build
 	target/release/matkv bench trace

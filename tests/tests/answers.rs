@@ -54,6 +54,8 @@ async fn reuse_answers_like_full_prefill() {
     let Some(server) = with_documents().await else { return };
     one_chunk(&server).await;
     three_chunks(&server).await;
+    focused(&server).await;
+    exact(&server).await;
     warm_and_cold(&server).await;
     retrieved(&server).await;
     named(&server).await;
@@ -122,6 +124,54 @@ async fn three_chunks(server: &Server) {
     // Approximations differ from the exact prompt: these comparisons can fail.
     assert!(!same_logits(&independent.logits, &vanilla.logits));
     assert!(!same_logits(&linked.logits, &independent.logits));
+}
+
+/// Rows the question attends to, from none of them to all.
+async fn focused(server: &Server) {
+    let request = of(&["log"], "Who crossed the narrow bridge?");
+    let asked = async |m: &str| server.ask(mode(m, request.clone())).await;
+    let (vanilla, linked) = (asked("vanilla").await, asked("linked(32)").await);
+    let none = asked("focused(0)").await;
+    assert_same("nothing is chosen", &linked, &none);
+    assert_eq!(none.usage.recomputed_rows, 64);
+    let all = asked("focused(1)").await;
+    assert_same("everything is chosen", &vanilla, &all);
+    let chunks: Vec<u32> = all.chunks.iter().map(|c| c.tokens).collect();
+    assert_eq!(all.usage.recomputed_rows, chunks[1] + chunks[2]);
+    assert_eq!(
+        (none.usage.mode.as_str(), all.usage.mode.as_str()),
+        ("focused(0,32)", "focused(1,32)")
+    );
+
+    let some = asked("focused(0.25, 16)").await;
+    assert_eq!(some.usage.mode, "focused(0.25,16)");
+    let rows = some.usage.recomputed_rows;
+    assert!(rows > 32 && rows < (chunks[1] + chunks[2]) / 2, "{rows} rows");
+    let cached = some.usage.cached_tokens() + rows;
+    assert_eq!(cached, none.usage.cached_tokens() + 64);
+    assert!(!same_logits(&some.logits, &linked.logits));
+    assert!(!same_logits(&some.logits, &vanilla.logits));
+    // What is chosen depends on the question: the same again, among others or from flash.
+    let cold = GenerateRequest { cold: true, ..mode("focused(0.25,16)", request.clone()) };
+    assert_same("from flash", &some, &server.ask(cold).await);
+    let other = mode("focused(0.5)", of(&["log"], "Where is the archive?"));
+    let (again, _) = tokio::join!(asked("focused(0.25,16)"), server.ask(other));
+    assert_same("beside another", &some, &again);
+}
+
+/// The first chunk is read, the others are computed with the prompt.
+async fn exact(server: &Server) {
+    let request = GenerateRequest { cold: true, ..of(&["log"], "What was carried to the mill?") };
+    let vanilla = server.ask(mode("vanilla", request.clone())).await;
+    let exact = server.ask(mode("exact", request)).await;
+    assert_same("exact", &vanilla, &exact);
+    let chunks: Vec<u32> = exact.chunks.iter().map(|c| c.tokens).collect();
+    assert_eq!(exact.sources(), ["flash", "vanilla", "vanilla"]);
+    assert_eq!(
+        (exact.usage.recomputed_rows, exact.usage.mode.as_str()),
+        (chunks[1] + chunks[2], "exact")
+    );
+    assert!(exact.usage.cached_tokens() > chunks[0]);
 }
 
 async fn warm_and_cold(server: &Server) {

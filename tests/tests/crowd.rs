@@ -13,10 +13,10 @@ const REQUESTS: usize = 16;
 
 /// Three chunks each, of six documents, in every mode.
 fn requests() -> Vec<GenerateRequest> {
-    let modes = ["matkv", "vanilla", "independent", "linked(5)"];
+    let modes = ["matkv", "vanilla", "independent", "linked(5)", "focused(0.3)", "exact"];
     let request = |i: usize| GenerateRequest {
         document_ids: vec![format!("log-{}", i % 6)],
-        mode: modes[i % modes.len()].into(),
+        mode: modes[(i + i / 6) % modes.len()].into(),
         temperature: (i % 3 == 2).then_some(1.0),
         seed: Some(i as u64),
         return_logits: true,

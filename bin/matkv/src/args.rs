@@ -96,7 +96,7 @@ pub struct IngestOptions {
 pub struct AskOptions {
     /// The question
     pub question: String,
-    /// vanilla, matkv, independent or linked(N)
+    /// matkv (as configured), vanilla, exact, independent, linked(N), focused(R) or focused(R,N)
     #[arg(long, default_value = "matkv")]
     pub mode: String,
     /// Run both modes and compare the logits of the first answer token
@@ -260,6 +260,8 @@ pub enum BenchCommand {
     Load(LoadOptions),
     /// Ratio, speed and fidelity of every encoding, on real KV
     Codec(CodecOptions),
+    /// How far answers move by each way of reusing chunks, and how many rows it computes anew
+    Fidelity(crate::bench_fidelity::FidelityOptions),
     /// Hit rates of every eviction policy on synthetic and recorded traces
     Trace(TraceBenchOptions),
     /// Seconds until a loader with many chunks is ready

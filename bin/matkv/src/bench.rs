@@ -20,7 +20,7 @@ use crate::ingest::ingest;
 use crate::out::{say, say_part};
 use crate::pair::{Pair, private};
 use crate::sources::{Source, collect};
-use crate::{bench_store, demo, fio, paper, peers, report};
+use crate::{bench_fidelity, bench_store, demo, fio, paper, peers, report};
 
 pub async fn run(
     resolved: &Resolved,
@@ -39,6 +39,9 @@ pub async fn run(
         }
         BenchCommand::Load(o) => ("load", bench_store::load(resolved, o).await),
         BenchCommand::Codec(o) => ("codec", bench_store::codec(resolved, o, &mut notes).await),
+        BenchCommand::Fidelity(o) => {
+            ("fidelity", bench_fidelity::run(resolved, o, &mut notes).await)
+        }
         BenchCommand::Trace(o) => ("trace", bench_store::trace(o, &mut notes)),
         BenchCommand::Start(o) => ("start", bench_store::start(resolved, o).await),
         BenchCommand::Peers(o) => {
@@ -93,7 +96,7 @@ fn show(
         }
         Format::Text => {
             // Its tables say the same, and can be read.
-            if name != "trace" {
+            if !["trace", "fidelity"].contains(&name) {
                 say_part!("{}", figures::text(figures));
             }
             notes.iter().for_each(|n| say!("{n}"));

@@ -5,6 +5,7 @@
 mod args;
 mod ask;
 mod bench;
+mod bench_fidelity;
 mod bench_store;
 mod chunks;
 mod cost;

@@ -48,10 +48,11 @@ pub fn sources(answer: &Answer) {
 pub fn usage(answer: &Answer) {
     let (u, t) = (&answer.usage, &answer.timings);
     say!(
-        "  {}: {} prompt tokens ({} cached), {} answered; first token {:.0} ms, {}",
+        "  {}: {} prompt tokens ({} cached, {} recomputed), {} answered; first token {:.0} ms, {}",
         u.mode,
         u.prompt_tokens,
         u.cached_tokens(),
+        u.recomputed_rows,
         u.completion_tokens,
         t.first_token_ms,
         answer.reason

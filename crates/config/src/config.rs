@@ -52,6 +52,8 @@ pub struct Config {
     pub chunk_overlap: usize,
     /// Chunks retrieved for a question.
     pub top_k: usize,
+    /// How stored chunks are reused, as a mode is written.
+    pub reuse_mode: String,
     /// Rows recomputed at the start of every chunk after the first.
     pub link_tokens: u32,
     /// Bytes of the arena.
@@ -193,6 +195,7 @@ impl Default for Config {
             chunk_size: 1024,
             chunk_overlap: 0,
             top_k: 4,
+            reuse_mode: "linked".into(),
             link_tokens: 32,
             arena_bytes: 1 << 30,
             io_engine: IoEngine::Auto,
@@ -254,7 +257,9 @@ impl Config {
 
     /// The reuse mode of a request that asks for `matkv`.
     pub fn reuse(&self) -> Mode {
-        Mode::Linked(self.link_tokens)
+        let linked = Mode::Linked(self.link_tokens);
+        // What was set has been read once already.
+        Mode::parse(&self.reuse_mode, self.link_tokens).unwrap_or(linked)
     }
 
     /// Compute threads a setting stands for.

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
-use matkv_types::{Codec, KvDtype, Precision};
+use matkv_types::{Codec, KvDtype, Mode, Precision};
 
 use crate::config::{Config, IoEngine, StorageType};
 use crate::units::{exact_bytes, format_duration, parse_bytes, parse_duration};
@@ -166,6 +166,10 @@ fn policy(value: &str) -> Result<String, String> {
     }
 }
 
+fn mode(value: &str) -> Result<String, String> {
+    Mode::parse(value, 0).map(|_| value.to_owned()).map_err(|e| e.to_string())
+}
+
 fn share(value: &str) -> Result<f64, String> {
     match parse::<f64>(value)? {
         x if x > 0.0 && x <= 1.0 => Ok(x),
@@ -270,6 +274,13 @@ pub static SETTINGS: &[Setting] = &[
         top_k,
         |t: &str| between(t, 1, 1024),
         usize::to_string
+    ),
+    setting!(
+        "reuse.mode",
+        "linked, linked(N), independent, focused(R), focused(R,N), exact or vanilla",
+        reuse_mode,
+        mode,
+        String::clone
     ),
     setting!(
         "reuse.link_tokens",

@@ -8,6 +8,8 @@
 //! go through the blocks in order; few query rows, as in decoding, are cut by block, and their
 //! partials are merged in block order. Blocks that several jobs see are read once for all of them.
 
+mod attended;
+
 use std::cell::RefCell;
 use std::ops::Range;
 
@@ -258,19 +260,7 @@ impl<'a> Attention<'a> {
     ) {
         let g = self.g;
         assert_eq!(out.len(), self.out_rows * g.heads * g.dim, "output size");
-        for (j, job) in self.jobs.iter().enumerate() {
-            let LayerInput { own, queries } = input(j);
-            for s in &job.segments {
-                assert!(layer < s.layout.shape.layers, "layer {layer} does not exist");
-                let size = job.positions.len() * g.heads * g.dim;
-                assert_eq!(queries[s.rotation].len(), size, "query size");
-                match s.section {
-                    Section::Own => check_section(own, s.layout.total_bytes()),
-                    Section::Layers(l) => check_section(l.layer(layer), s.layout.layer_stride()),
-                    Section::Whole(_) => {}
-                }
-            }
-        }
+        self.check(layer, &input);
         let out = match out {
             ActivationsMut::F32(out) => Out::F32(out.as_mut_ptr()),
             ActivationsMut::Bf16(out) => Out::Bf16(out.as_mut_ptr()),
@@ -286,6 +276,24 @@ impl<'a> Attention<'a> {
         if blocks > 0 {
             let heads = self.jobs.len() * g.kv_heads;
             team::for_each(heads, |i| layer.merge_blocks(i / g.kv_heads, i % g.kv_heads));
+        }
+    }
+
+    /// Checks that what a layer reads is there.
+    fn check<'i>(&self, layer: usize, input: &impl Fn(usize) -> LayerInput<'i>) {
+        let g = self.g;
+        for (j, job) in self.jobs.iter().enumerate() {
+            let LayerInput { own, queries } = input(j);
+            for s in &job.segments {
+                assert!(layer < s.layout.shape.layers, "layer {layer} does not exist");
+                let size = job.positions.len() * g.heads * g.dim;
+                assert_eq!(queries[s.rotation].len(), size, "query size");
+                match s.section {
+                    Section::Own => check_section(own, s.layout.total_bytes()),
+                    Section::Layers(l) => check_section(l.layer(layer), s.layout.layer_stride()),
+                    Section::Whole(_) => {}
+                }
+            }
         }
     }
 }
@@ -365,14 +373,8 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         }
     }
 
-    /// One block of a job for query rows, of this job or of others that see the same rows.
-    fn block_partial(
-        &self,
-        (job, block): (usize, usize),
-        kv_head: usize,
-        (q, visible, scratch): (&[f32], &[usize], &mut Scratch),
-        partial: &mut Partial<'_>,
-    ) {
+    /// One block of a job, as it lies in memory.
+    fn block(&self, (job, block): (usize, usize), kv_head: usize) -> Block {
         let g = self.plan.g;
         let (s, start) = self.plan.jobs[job].block(block);
         let (section, before) = match s.section {
@@ -389,7 +391,7 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             let rows = s.layout.v_scale_offset(self.layer, kv_head) - before + start * 2;
             v_scales = section[rows..].as_ptr().cast();
         }
-        let block = Block {
+        Block {
             k: section[s.layout.k_offset(self.layer, kv_head) - before + offset..].as_ptr(),
             v: section[s.layout.v_offset(self.layer, kv_head) - before + offset..].as_ptr(),
             dtype: s.layout.dtype,
@@ -398,7 +400,18 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             phase: start % GROUP_ROWS,
             lo: s.first_row.saturating_sub(start),
             hi: (s.first_row + s.rows - start).min(BLOCK_ROWS),
-        };
+        }
+    }
+
+    /// One block of a job for query rows, of this job or of others that see the same rows.
+    fn block_partial(
+        &self,
+        at: (usize, usize),
+        kv_head: usize,
+        (q, visible, scratch): (&[f32], &[usize], &mut Scratch),
+        partial: &mut Partial<'_>,
+    ) {
+        let (g, block) = (self.plan.g, self.block(at, kv_head));
         let queries = Queries { q, dim: g.dim, visible };
         // SAFETY: it has been checked that the segment's rows lie inside the section; blocks are
         // padded to whole tiles there; the section is borrowed, so nobody writes it.

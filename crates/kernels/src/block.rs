@@ -109,7 +109,7 @@ pub(crate) struct Queries<'a> {
 }
 
 impl<'a> Queries<'a> {
-    fn rows(&self, first: usize, count: usize) -> Self {
+    pub(crate) fn rows(&self, first: usize, count: usize) -> Self {
         Self {
             q: &self.q[first * self.dim..(first + count) * self.dim],
             dim: self.dim,
@@ -180,26 +180,23 @@ unsafe fn few_rows<L: Lanes>(
         partial.out.fill(0.0);
         return;
     }
-    let (q, q_16) = (scratch.queries.as_mut_ptr(), scratch.queries_16.as_mut_ptr());
     let in_place = scratch.scores.as_mut_ptr();
     let apart = scratch.weights.as_mut_ptr();
     // SAFETY: `hi ≤ block.hi`; same contract. The casts are to the element type the slot's
     // encoding names; `scratch` has room for twelve rows of scores and of weights.
     unsafe {
+        block_scores::<L>(precision, queries, block, hi, scratch);
         match (block.dtype, precision) {
             (KvDtype::F32, _) => {
-                plain_scores::<L, Exact<f32>>(queries, block, hi, q, scratch);
                 softmax::<L, f32>(queries, block.lo, hi, None, in_place, in_place, partial);
                 weighted_sum::<L, Exact<f32>>(queries, block, hi, in_place, partial);
             }
             (KvDtype::Int8, Precision::Exact) => {
-                scaled_scores::<L>(queries, block, hi, scratch);
                 let scales = Some(&scratch.v_scales);
                 softmax::<L, f32>(queries, block.lo, hi, scales, in_place, in_place, partial);
                 weighted_sum::<L, Exact<i8>>(queries, block, hi, in_place, partial);
             }
             (KvDtype::Int8, Precision::Bf16) => {
-                quantized_scores::<L>(queries, block, hi, scratch);
                 let scales = Some(&scratch.v_scales);
                 softmax::<L, f32>(queries, block.lo, hi, scales, in_place, in_place, partial);
                 for i in 0..queries.visible.len() {
@@ -214,14 +211,68 @@ unsafe fn few_rows<L: Lanes>(
                 pv::<L, DotInt>(queries, v, pairs, weights, false, partial);
             }
             (_, Precision::Exact) => {
-                plain_scores::<L, Exact<u16>>(queries, block, hi, q, scratch);
                 softmax::<L, f32>(queries, block.lo, hi, None, in_place, in_place, partial);
                 weighted_sum::<L, Exact<u16>>(queries, block, hi, in_place, partial);
             }
             (_, Precision::Bf16) => {
-                plain_scores::<L, DotBf16>(queries, block, hi, q_16, scratch);
                 softmax::<L, u16>(queries, block.lo, hi, None, in_place, apart, partial);
                 weighted_sum::<L, DotBf16>(queries, block, hi, apart, partial);
+            }
+        }
+    }
+}
+
+dispatch! {
+    /// Fills `scratch.scores` with the scores of at most twelve query rows over the tiles that one
+    /// of them sees.
+    ///
+    /// # Safety
+    /// As for [`attend_block`].
+    pub(crate) unsafe fn score_block => score_block_body(
+        precision: Precision,
+        queries: Queries<'_>,
+        block: Block,
+        scratch: &mut Scratch,
+    )
+}
+
+#[inline(always)]
+unsafe fn score_block_body<L: Lanes>(
+    precision: Precision,
+    queries: Queries<'_>,
+    block: Block,
+    scratch: &mut Scratch,
+) {
+    let hi = queries.visible.iter().copied().max().unwrap_or(0).min(block.hi);
+    if hi > block.lo {
+        // SAFETY: same contract.
+        unsafe { block_scores::<L>(precision, queries, block, hi, scratch) };
+    }
+}
+
+/// Scores over the tiles below `hi`, as attention computes them.
+#[inline(always)]
+unsafe fn block_scores<L: Lanes>(
+    precision: Precision,
+    queries: Queries<'_>,
+    block: Block,
+    hi: usize,
+    scratch: &mut Scratch,
+) {
+    let (q, q_16) = (scratch.queries.as_mut_ptr(), scratch.queries_16.as_mut_ptr());
+    // SAFETY: the caller's contract, `hi ≤ block.hi`.
+    unsafe {
+        match (block.dtype, precision) {
+            (KvDtype::F32, _) => plain_scores::<L, Exact<f32>>(queries, block, hi, q, scratch),
+            (KvDtype::Int8, Precision::Exact) => scaled_scores::<L>(queries, block, hi, scratch),
+            (KvDtype::Int8, Precision::Bf16) => {
+                quantized_scores::<L>(queries, block, hi, scratch);
+            }
+            (_, Precision::Exact) => {
+                plain_scores::<L, Exact<u16>>(queries, block, hi, q, scratch);
+            }
+            (_, Precision::Bf16) => {
+                plain_scores::<L, DotBf16>(queries, block, hi, q_16, scratch);
             }
         }
     }

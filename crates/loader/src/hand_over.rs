@@ -56,7 +56,7 @@ pub fn own_kv_offset(planned: &Planned) -> usize {
     // The prefix, and one slot for each chunk.
     let slots = if planned.mode == Mode::Vanilla { 0 } else { planned.chunks.len() + 1 };
     let record =
-        SequenceRecord::encoded_len(slots, planned.plan.segments.len(), &planned.sampling.stop);
+        SequenceRecord::encoded_len(slots, planned.plan.segments_max, &planned.sampling.stop);
     align_up(control_words(record, log_words(planned)) * 8, PAGE_BYTES)
 }
 

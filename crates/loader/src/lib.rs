@@ -16,6 +16,7 @@ mod compute;
 mod core;
 mod error;
 mod flash;
+mod focus;
 mod gateway;
 mod generate;
 mod growing;
@@ -71,6 +72,7 @@ pub mod machine {
     pub use crate::compile::{CompileJob, Compiled};
     pub use crate::error::RequestError;
     pub use crate::flash::Unusable;
+    pub use crate::focus::focused;
     pub use crate::growing::{Growing, Wait};
     pub use crate::hand_over::hand_over;
     pub use crate::load::Load;

@@ -19,7 +19,7 @@ use matkv_ring::size_class;
 use matkv_store::policy::PolicyKind;
 use matkv_sys::{CrashPoint, SlotMut, crash_point};
 use matkv_telemetry::{names, trace};
-use matkv_types::{ChunkId, FinishReason, Mode};
+use matkv_types::{ChunkId, FinishReason};
 
 use crate::arena::{Arena, ChunkSlot, Extent, FillingSlot};
 use crate::cache::ChunkCache;
@@ -202,9 +202,10 @@ impl<W: World> Load<W> {
             return fail("waiting requests hold more slots than are counted");
         }
         for request in requests() {
-            for (use_, lease) in request.planned.chunks.iter().zip(&request.leases) {
-                let vanilla = request.planned.mode == Mode::Vanilla;
-                if lease.as_ref().is_some_and(|l| !vanilla && l.chunk().id() != use_.id) {
+            for (i, (use_, lease)) in request.planned.chunks.iter().zip(&request.leases).enumerate()
+            {
+                let reads = request.planned.mode.reads(i);
+                if lease.as_ref().is_some_and(|l| reads && l.chunk().id() != use_.id) {
                     return fail("a request holds another chunk than it asked for");
                 }
             }
@@ -273,8 +274,8 @@ impl<W: World> Load<W> {
         // A chunk stored in another form takes more or less: that is seen when it is loaded.
         let form = self.spec.form();
         let slot = |rows| size_class(self.spec.slot_len(rows, form));
-        let chunks = planned.chunks.iter().map(|c| slot(c.tokens.len()));
-        let chunks: usize = if planned.mode == Mode::Vanilla { 0 } else { chunks.sum() };
+        let read = planned.chunks.iter().enumerate().filter(|(i, _)| planned.mode.reads(*i));
+        let chunks: usize = read.map(|(_, c)| slot(c.tokens.len())).sum();
         let need =
             chunks + size_class(own_slot_bytes(&self.spec, planned)) + self.prefix.range().len();
         let (have, _) = self.arena.usage();
@@ -451,13 +452,13 @@ impl<W: World> Load<W> {
 
     /// Takes what is there and starts what is not; false if memory or reads ran out.
     fn advance(&mut self, request: &mut Pending) -> bool {
-        let vanilla = request.planned.mode == Mode::Vanilla;
+        let mode = request.planned.mode;
         for i in 0..request.leases.len() {
             if request.leases[i].is_some() {
                 continue;
             }
-            if vanilla {
-                // Full prefill reads no stored rows; the prefix stands in for the lease.
+            if !mode.reads(i) {
+                // Its stored rows are not read; the prefix stands in for the lease.
                 request.leases[i] = Some(Lease::new(Arc::clone(&self.prefix), &self.arena));
                 continue;
             }

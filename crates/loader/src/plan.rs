@@ -4,9 +4,16 @@
 //! this request), the segments attention reads, and the rows to compute. Each own run begins at a
 //! whole tile, so that a run of the full prefill has the same block boundaries as a stored chunk:
 //! with nothing reused and with one chunk reused the same bits result.
+//!
+//! A focused request is planned twice: first with link tokens alone and room for what may be
+//! chosen, then, when its question has ranked the rows, with the chosen ones (`focus.rs`).
+
+use std::ops::Range;
 
 use matkv_model::ForwardRow;
 use matkv_types::{Mode, TILE_ROWS, align_up};
+
+use crate::focus::Units;
 
 /// Where a planned segment's rows lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,6 +51,10 @@ pub struct Plan {
     pub cached_tokens: usize,
     /// Chunk rows computed although a stored row exists.
     pub recomputed_rows: usize,
+    /// Most segments there are after a choice.
+    pub segments_max: usize,
+    /// Units of rows still to be chosen.
+    pub choose: usize,
 }
 
 struct Builder {
@@ -52,6 +63,31 @@ struct Builder {
 }
 
 impl Builder {
+    fn new() -> Self {
+        let plan = Plan {
+            segments: Vec::new(),
+            rows: Vec::new(),
+            own_rows: 0,
+            position: 0,
+            prompt_tokens: 0,
+            cached_tokens: 0,
+            recomputed_rows: 0,
+            segments_max: 0,
+            choose: 0,
+        };
+        Self { plan, own_end: 0 }
+    }
+
+    fn finish(mut self, rest: &[u32], max_new_tokens: usize) -> Plan {
+        self.own(rest);
+        let mut plan = self.plan;
+        plan.prompt_tokens = plan.position;
+        plan.cached_tokens = plan.prompt_tokens - plan.rows.len();
+        plan.own_rows = self.own_end + max_new_tokens;
+        plan.segments_max = plan.segments.len();
+        plan
+    }
+
     /// Appends a run of own rows for `tokens`, starting at a whole tile.
     fn own(&mut self, tokens: &[u32]) {
         let first_row = align_up(self.own_end, TILE_ROWS);
@@ -73,6 +109,32 @@ impl Builder {
         self.plan.segments.push(PlannedSegment { source, first_row, rows, position, shift });
         self.plan.position += rows;
     }
+
+    /// A chunk's stored rows, but for those in `anew`, which are own runs.
+    fn chunk(&mut self, i: usize, tokens: &[u32], anew: &[Range<usize>], prefix: usize) {
+        let mut row = 0;
+        let end = tokens.len()..tokens.len();
+        for range in anew.iter().chain([&end]) {
+            let shift = self.plan.position as i64 - (prefix + row) as i64;
+            self.segment(PlannedSource::Chunk(i), row, range.start - row, shift);
+            if !range.is_empty() {
+                self.own(&tokens[range.clone()]);
+                self.plan.recomputed_rows += range.len();
+            }
+            row = range.end;
+        }
+    }
+}
+
+/// The rows of a chunk that a mode computes anew whatever the question.
+fn always(mode: Mode, chunk: usize, rows: usize) -> Vec<Range<usize>> {
+    let link = match mode {
+        // The first chunk stands where it was compiled: its rows are exact.
+        _ if chunk == 0 => 0,
+        Mode::Vanilla | Mode::Exact => rows,
+        Mode::Linked(link) | Mode::Focused { link, .. } => rows.min(link as usize),
+    };
+    if link > 0 { std::iter::once(0..link).collect() } else { Vec::new() }
 }
 
 impl Plan {
@@ -84,42 +146,57 @@ impl Plan {
         rest: &[u32],
         max_new_tokens: usize,
     ) -> Self {
-        let empty = Self {
-            segments: Vec::new(),
-            rows: Vec::new(),
-            own_rows: 0,
-            position: 0,
-            prompt_tokens: 0,
-            cached_tokens: 0,
-            recomputed_rows: 0,
-        };
-        let mut b = Builder { plan: empty, own_end: 0 };
-        match mode {
-            Mode::Vanilla => {
-                b.own(prefix);
-                chunks.iter().for_each(|c| b.own(c.as_ref()));
-            }
-            Mode::Linked(link) => {
-                b.segment(PlannedSource::Prefix, 0, prefix.len(), 0);
-                for (i, chunk) in chunks.iter().enumerate() {
-                    let chunk = chunk.as_ref();
-                    // The first chunk stands where it was compiled: its rows are exact.
-                    let k = if i == 0 { 0 } else { (link as usize).min(chunk.len()) };
-                    if k > 0 {
-                        b.own(&chunk[..k]);
-                        b.plan.recomputed_rows += k;
-                    }
-                    let shift = b.plan.position as i64 - (prefix.len() + k) as i64;
-                    b.segment(PlannedSource::Chunk(i), k, chunk.len() - k, shift);
-                }
-            }
+        if mode == Mode::Vanilla {
+            let mut b = Builder::new();
+            b.own(prefix);
+            chunks.iter().for_each(|c| b.own(c.as_ref()));
+            return b.finish(rest, max_new_tokens);
         }
-        b.own(rest);
-        let mut plan = b.plan;
-        plan.prompt_tokens = plan.position;
-        plan.cached_tokens = plan.prompt_tokens - plan.rows.len();
-        plan.own_rows = b.own_end + max_new_tokens;
+        let rows = |(i, c): (usize, &_)| always(mode, i, AsRef::<[u32]>::as_ref(c).len());
+        let anew: Vec<_> = chunks.iter().enumerate().map(rows).collect();
+        let mut plan = Self::with(&anew, prefix, chunks, rest, max_new_tokens);
+        if let Mode::Focused { share, link } = mode {
+            let units = Units::of(chunks.iter().map(|c| c.as_ref().len()), link as usize);
+            plan.choose = share.of(units.len());
+            // A unit takes at most its rows, and parts a run of stored rows in two.
+            plan.own_rows += plan.choose * units.rows();
+            plan.segments_max += 2 * plan.choose;
+        }
         plan
+    }
+
+    /// The same prompt with these rows of its chunks computed anew. The own section, which has
+    /// been allocated, stays as it is.
+    pub fn choose(
+        &self,
+        anew: &[Vec<Range<usize>>],
+        prefix: &[u32],
+        chunks: &[impl AsRef<[u32]>],
+    ) -> Self {
+        let rest: Vec<u32> = self.rest().iter().map(|r| r.token).collect();
+        let plan = Self::with(anew, prefix, chunks, &rest, 0);
+        Self { own_rows: self.own_rows, segments_max: self.segments_max, ..plan }
+    }
+
+    /// Rows of what follows the chunks.
+    pub fn rest(&self) -> &[ForwardRow] {
+        let rows = self.segments.last().map_or(0, |s| s.rows);
+        &self.rows[self.rows.len() - rows..]
+    }
+
+    fn with(
+        anew: &[Vec<Range<usize>>],
+        prefix: &[u32],
+        chunks: &[impl AsRef<[u32]>],
+        rest: &[u32],
+        max_new_tokens: usize,
+    ) -> Self {
+        let mut b = Builder::new();
+        b.segment(PlannedSource::Prefix, 0, prefix.len(), 0);
+        for (i, (chunk, anew)) in chunks.iter().zip(anew).enumerate() {
+            b.chunk(i, chunk.as_ref(), anew, prefix.len());
+        }
+        b.finish(rest, max_new_tokens)
     }
 
     /// The segments as they are once the rows before `computed` have been computed: own runs end
@@ -145,6 +222,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::focus::focused;
+    use matkv_types::Share;
 
     /// The worked prompt of ARCHITECTURE.md.
     #[test]
@@ -174,6 +253,42 @@ mod tests {
         assert_eq!((plan.rows.len(), plan.own_rows), (56, 156));
     }
 
+    #[test]
+    fn what_is_chosen_is_computed_and_nothing_else() {
+        let (prefix, chunks) = ([1; 31], [vec![2; 100], vec![3; 100], vec![4; 40]]);
+        let link = 8;
+        let plan = |share: f64, weights: &[Vec<f32>]| {
+            let mode = Mode::Focused { share: Share::new(share).unwrap(), link };
+            let plan = Plan::new(mode, &prefix, &chunks, &[5; 24], 10);
+            focused(&plan, link, &prefix, &chunks, weights)
+        };
+        let mut weights: Vec<Vec<f32>> = chunks.iter().map(|c| vec![1.0; c.len()]).collect();
+        // The first chunk is exact: nothing of it is chosen, however much it weighs.
+        weights[0].fill(9.0);
+        let linked = Plan::new(Mode::Linked(link), &prefix, &chunks, &[5; 24], 10);
+        assert_eq!(plan(0.0, &weights), linked);
+        // All of it: the runs of a full prefill.
+        let exact = Plan::new(Mode::Exact, &prefix, &chunks, &[5; 24], 10);
+        let all = plan(1.0, &weights);
+        assert_eq!((&all.segments, &all.rows), (&exact.segments, &exact.rows));
+        assert_eq!(all.recomputed_rows, 140);
+
+        // Ten units: rows 8..16, 16..32, …, 96..100 of one chunk, 8..16, 16..32, 32..40 of the
+        // other. Two are chosen, the second of equal ones being the earlier.
+        weights[1][50] = 100.0;
+        let own = |plan: &Plan| -> Vec<(usize, usize, usize)> {
+            let own = plan.segments.iter().filter(|s| s.source == PlannedSource::Own);
+            own.map(|s| (s.position - 31 - 100, s.rows, s.first_row)).collect()
+        };
+        let two = plan(0.2, &weights);
+        assert_eq!(own(&two), [(0, 16, 0), (48, 16, 16), (100, 8, 32), (140, 24, 48)]);
+        assert_eq!(two.recomputed_rows, 40);
+        weights[2][33] = 90.0;
+        let two = plan(0.2, &weights);
+        let runs = [(0, 8, 0), (48, 16, 16), (100, 8, 32), (132, 8, 48), (140, 24, 64)];
+        assert_eq!(own(&two), runs);
+    }
+
     proptest! {
         /// Whatever the sizes: segments tile the prompt, own rows never overlap, every token is
         /// either cached or computed.
@@ -183,11 +298,32 @@ mod tests {
             chunks in proptest::collection::vec(1usize..80, 0..5),
             rest in 1usize..40,
             link in 0u32..90,
-            vanilla in any::<bool>(),
+            share in 0.0..=1.0f64,
+            kind in 0usize..4,
         ) {
             let chunks: Vec<Vec<u32>> = chunks.iter().map(|&n| vec![7; n]).collect();
-            let mode = if vanilla { Mode::Vanilla } else { Mode::Linked(link) };
-            let plan = Plan::new(mode, &vec![1; prefix], &chunks, &vec![9; rest], 10);
+            let share = Share::new(share).unwrap();
+            let mode = [
+                Mode::Vanilla,
+                Mode::Exact,
+                Mode::Linked(link),
+                Mode::Focused { share, link },
+            ][kind];
+            let before = Plan::new(mode, &vec![1; prefix], &chunks, &vec![9; rest], 10);
+            let weight = |i: usize| (i * 31 % 17) as f32;
+            let weights: Vec<Vec<f32>> =
+                chunks.iter().map(|c| (0..c.len()).map(weight).collect()).collect();
+            let plan = match mode {
+                Mode::Focused { link, .. } => {
+                    focused(&before, link, &vec![1; prefix], &chunks, &weights)
+                }
+                _ => before.clone(),
+            };
+            // What has been allocated is enough, and stays as it is.
+            prop_assert_eq!(plan.own_rows, before.own_rows);
+            prop_assert!(plan.segments.len() <= before.segments_max);
+            prop_assert_eq!(plan.segments_max, before.segments_max);
+            prop_assert_eq!(plan.choose, 0);
             let total = prefix + chunks.iter().map(Vec::len).sum::<usize>() + rest;
             prop_assert_eq!(plan.prompt_tokens, total);
             prop_assert_eq!(plan.cached_tokens + plan.rows.len(), total);
@@ -207,6 +343,9 @@ mod tests {
             own.dedup();
             prop_assert_eq!(own.len(), plan.rows.len());
             prop_assert!(plan.rows.iter().all(|r| r.row + 10 < plan.own_rows));
+            // A run begins where a tile does.
+            let own_runs = plan.segments.iter().filter(|s| s.source == PlannedSource::Own);
+            prop_assert!(own_runs.clone().all(|s| s.first_row % TILE_ROWS == 0));
             prop_assert!(plan.rows.is_sorted_by_key(|r| r.position));
             for n in 1..=plan.rows.len() {
                 let last = plan.rows[n - 1].position;

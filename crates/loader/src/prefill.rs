@@ -7,14 +7,15 @@ use std::time::{Duration, Instant};
 use matkv_model::{Detokenizer, Sampler, Segment, Source, Step, StopFilter};
 use matkv_sys::{CrashPoint, SlotMut, crash_point};
 use matkv_telemetry::trace;
-use matkv_types::{FinishReason, KvLayout};
+use matkv_types::{FinishReason, KvLayout, Mode};
 
 use crate::arena::ChunkSlot;
 use crate::core::Core;
 use crate::error::RequestError;
+use crate::focus;
 use crate::growing::{GrowingReader, Wait};
 use crate::hand_over::hand_over;
-use crate::plan::{PlannedSegment, PlannedSource};
+use crate::plan::PlannedSource;
 use crate::request::{Leased, Planned, RequestState, Resident, Started, ms_since};
 use crate::session::Sessions;
 
@@ -150,16 +151,29 @@ impl Prefill {
     }
 
     fn compute(&mut self, core: &Core, prefix: &ChunkSlot, watch: &mut Watch<'_>) -> Slice {
-        let Resident { planned, chunks, .. } = &self.resident;
-        let state = &planned.state;
-        let _span = trace::span("compute", "sub-prefill", state.number);
+        let Resident { planned, chunks, .. } = &mut self.resident;
+        let state = &Arc::clone(&planned.state);
         let readers: Option<Vec<_>> = chunks.iter().map(Rows::of).collect();
         let Some(readers) = readers else { return Slice::Again };
-        let source = |s: &PlannedSegment| match s.source {
+        let source = |s: PlannedSource| match s {
             PlannedSource::Prefix => Source::Slot(prefix.section(), prefix.layout()),
             PlannedSource::Chunk(i) => readers[i].source(),
             PlannedSource::Own => Source::Own,
         };
+        let mut stopped = Slice::Abandoned;
+        let mut wanted = |layer: usize| {
+            let there = readers.iter().try_for_each(|rows| match rows {
+                Rows::Coming(reader, _) => watch.wait(state, |most| reader.wait(layer, most)),
+                Rows::Here(_) => Ok(()),
+            });
+            stopped = there.err().unwrap_or(Slice::Abandoned);
+            there.is_ok() && watch.goes_on(state)
+        };
+        if planned.plan.choose > 0 {
+            let chosen = choose(core, planned, source, &mut self.kv, &mut wanted);
+            return chosen.map_or(stopped, |()| Slice::More);
+        }
+        let _span = trace::span("compute", "sub-prefill", state.number);
         let total = planned.plan.rows.len();
         let end = (self.done + ROWS_PER_SLICE).min(total);
         let segments: Vec<Segment<'_>> = planned
@@ -167,7 +181,7 @@ impl Prefill {
             .segments_after(end)
             .iter()
             .map(|s| Segment {
-                source: source(s),
+                source: source(s.source),
                 first_row: s.first_row,
                 rows: s.rows,
                 position: s.position,
@@ -180,15 +194,6 @@ impl Prefill {
             own: &mut self.kv,
             own_layout: core.spec.own_layout(planned.plan.own_rows),
             logits: end == total,
-        };
-        let mut stopped = Slice::Abandoned;
-        let mut wanted = |layer: usize| {
-            let there = readers.iter().try_for_each(|rows| match rows {
-                Rows::Coming(reader, _) => watch.wait(state, |most| reader.wait(layer, most)),
-                Rows::Here(_) => Ok(()),
-            });
-            stopped = there.err().unwrap_or(Slice::Abandoned);
-            there.is_ok() && watch.goes_on(state)
         };
         let Some(mut logits) = core.model.forward_while(&mut [step], &mut wanted) else {
             return stopped;
@@ -250,6 +255,24 @@ impl Prefill {
         }
         hand_over(prefix, sessions, resident, first).map(|()| None)
     }
+}
+
+/// Ranks the stored rows by the question, and plans anew with the chosen ones.
+fn choose<'a>(
+    core: &Core,
+    planned: &mut Planned,
+    source: impl Fn(PlannedSource) -> Source<'a>,
+    own: &mut [u8],
+    wanted: &mut dyn FnMut(usize) -> bool,
+) -> Option<()> {
+    let _span = trace::span("compute", "focus", planned.state.number);
+    let Mode::Focused { link, .. } = planned.mode else { return None };
+    let rest: Vec<u32> = planned.plan.rest().iter().map(|r| r.token).collect();
+    let prompt = (&core.prefix[..], &planned.chunks[..], &rest[..]);
+    let own = (own, core.spec.own_layout(planned.plan.own_rows));
+    let weights = focus::weights(&core.model, prompt, source, own, wanted)?;
+    planned.plan = focus::focused(&planned.plan, link, &core.prefix, &planned.chunks, &weights);
+    Some(())
 }
 
 /// The first token already holds a stop string.

@@ -8,7 +8,7 @@ use matkv_actors::Pulse;
 use matkv_model::{Message, Role};
 use matkv_store::ReadTxn;
 use matkv_telemetry::trace;
-use matkv_types::{ChunkId, FinishReason, Mode};
+use matkv_types::{ChunkId, FinishReason};
 
 use crate::core::Core;
 use crate::error::RequestError;
@@ -88,8 +88,8 @@ fn plan(core: &Core, request: Incoming, together: &mut Together) -> Result<Plann
     let (mut chunks, near) = find_chunks(core, &ask, together)?;
     state.update(|p| p.phases.retrieve_ms = ms_since(started));
     let dropped = drop_last(&mut chunks, room);
-    if ask.mode == Mode::Vanilla {
-        chunks.iter_mut().for_each(|c| c.source = ChunkSource::Vanilla);
+    for (_, chunk) in chunks.iter_mut().enumerate().filter(|(i, _)| !ask.mode.reads(*i)) {
+        chunk.source = ChunkSource::Vanilla;
     }
     let plan = Plan::new(ask.mode, &core.prefix, &chunks, &rest, answer);
     Ok(Planned {

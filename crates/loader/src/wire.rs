@@ -57,7 +57,8 @@ pub(crate) fn ask(request: GenerateRequest, config: &Config) -> Result<Ask, Requ
     let messages = messages(&request)?;
     let mode = match request.mode.as_str() {
         "" | "matkv" => config.reuse(),
-        other => other.parse::<Mode>().map_err(|e| RequestError::Invalid(e.to_string()))?,
+        other => Mode::parse(other, config.link_tokens)
+            .map_err(|e| RequestError::Invalid(e.to_string()))?,
     };
     if request.top_k.is_some_and(|k| k > TOP_K_MAX) {
         return invalid(format!("top_k is at most {TOP_K_MAX}"));
@@ -161,6 +162,8 @@ pub(crate) fn span(process: &str, pid: u32, span: matkv_types::Span) -> v1::Span
 
 #[cfg(test)]
 mod tests {
+    use matkv_types::Share;
+
     use super::*;
 
     fn request(question: &str) -> GenerateRequest {
@@ -176,6 +179,23 @@ mod tests {
         let ask = ask(request("why?"), &Config::default()).unwrap();
         assert_eq!((ask.mode, ask.top_k), (Mode::Linked(32), 4));
         assert_eq!(ask.sampling.max_new_tokens, 128);
+    }
+
+    #[test]
+    fn modes_are_those_asked_for_or_configured() {
+        let config =
+            Config { link_tokens: 7, reuse_mode: "focused(0.2)".into(), ..Config::default() };
+        let mode = |mode: &str| {
+            ask(GenerateRequest { mode: mode.into(), ..request("q") }, &config).unwrap().mode
+        };
+        let focused = |share, link| Mode::Focused { share: Share::new(share).unwrap(), link };
+        assert_eq!((mode(""), mode("matkv")), (focused(0.2, 7), focused(0.2, 7)));
+        assert_eq!(
+            (mode("focused(0.1)"), mode("focused(0.1,9)")),
+            (focused(0.1, 7), focused(0.1, 9))
+        );
+        assert_eq!((mode("linked"), mode("linked(3)")), (Mode::Linked(7), Mode::Linked(3)));
+        assert_eq!((mode("exact"), mode("vanilla")), (Mode::Exact, Mode::Vanilla));
     }
 
     #[test]

@@ -141,6 +141,8 @@ struct Pass<'a> {
     own_angles: Vec<RopeAngles>,
     own_rows: Vec<Vec<usize>>,
     buffers: Buffers,
+    /// What each row of each segment of the first step is attended to, if that is wanted.
+    attended: Option<Vec<Vec<f32>>>,
 }
 
 /// Runs the steps together; returns logits `[steps that want them][vocab]`, or nothing if
@@ -153,19 +155,26 @@ pub(crate) fn forward(
     steps: &mut [Step<'_>],
     go_on: &mut dyn FnMut(usize) -> bool,
 ) -> Option<Vec<Vec<f32>>> {
-    let mut x: Vec<f32> = Vec::new();
-    for row in steps.iter().flat_map(|s| s.rows) {
-        embed(&w.ends.embedding, row.token, &mut x);
-    }
     let mut pass = Pass::new(arithmetic, c, w, steps);
-    for (i, layer) in w.layers.iter().enumerate() {
-        if !go_on(i) {
-            return None;
-        }
-        pass.attention(i, layer, steps, &mut x);
-        pass.feed_forward(layer, &mut x);
-    }
+    let x = pass.run(steps, go_on)?;
     Some(pass.logits(steps, &x))
+}
+
+/// Runs a step, and returns for each of its segments what each row is attended to by the step's
+/// rows, summed over layers, heads and rows.
+pub(crate) fn forward_attended(
+    arithmetic: Arithmetic,
+    c: &LlamaConfig,
+    w: &LlamaWeights,
+    step: Step<'_>,
+    go_on: &mut dyn FnMut(usize) -> bool,
+) -> Option<Vec<Vec<f32>>> {
+    let zeros = step.segments.iter().map(|s| vec![0.0; s.rows]).collect();
+    let mut steps = [step];
+    let mut pass = Pass::new(arithmetic, c, w, &steps);
+    pass.attended = Some(zeros);
+    pass.run(&mut steps, go_on)?;
+    pass.attended
 }
 
 fn embed(embedding: &Linear, token: u32, x: &mut Vec<f32>) {
@@ -205,7 +214,28 @@ impl<'a> Pass<'a> {
                 .collect(),
             own_rows: steps.iter().map(|s| s.rows.iter().map(|r| r.row).collect()).collect(),
             buffers,
+            attended: None,
         }
+    }
+
+    /// All layers, unless `go_on` says no.
+    fn run(
+        &mut self,
+        steps: &mut [Step<'_>],
+        go_on: &mut dyn FnMut(usize) -> bool,
+    ) -> Option<Vec<f32>> {
+        let mut x: Vec<f32> = Vec::new();
+        for row in steps.iter().flat_map(|s| s.rows) {
+            embed(&self.w.ends.embedding, row.token, &mut x);
+        }
+        for (i, layer) in self.w.layers.iter().enumerate() {
+            if !go_on(i) {
+                return None;
+            }
+            self.attention(i, layer, steps, &mut x);
+            self.feed_forward(layer, &mut x);
+        }
+        Some(x)
     }
 
     /// `x += Wo · attention(norm(x))`.
@@ -264,6 +294,9 @@ impl<'a> Pass<'a> {
     fn attend(&mut self, layer: usize, steps: &[Step<'_>]) {
         let rotations = &self.rotations;
         let input = |s: usize| LayerInput { own: steps[s].own, queries: &rotations[s].queries };
+        if let Some(sums) = &mut self.attended {
+            self.attention.attended(layer, input, sums);
+        }
         self.attention.run(layer, input, self.buffers.attended.values.as_mut());
     }
 

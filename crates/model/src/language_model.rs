@@ -8,7 +8,7 @@ use matkv_types::{Digest, Fingerprint, KvShape, LengthPrefixedHasher, Precision}
 use crate::config::LlamaConfig;
 use crate::digest::file_digest;
 use crate::error::{ModelError, Result};
-use crate::forward::{Arithmetic, Step, forward};
+use crate::forward::{Arithmetic, Step, forward, forward_attended};
 use crate::gguf::Gguf;
 use crate::prompt::{self, Frame, Message};
 use crate::template::ChatTemplate;
@@ -194,7 +194,20 @@ impl LanguageModel {
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut(usize) -> bool,
     ) -> Option<Vec<Vec<f32>>> {
-        let arithmetic = Arithmetic { isa: self.isa, precision: self.precision };
-        forward(arithmetic, &self.config, &self.weights, steps, go_on)
+        forward(self.arithmetic(), &self.config, &self.weights, steps, go_on)
+    }
+
+    /// Runs a step and says what its rows attend to: for each of its segments one value a row,
+    /// summed over layers, heads and the step's rows. Nothing if `go_on` said no.
+    pub fn attended_while(
+        &self,
+        step: Step<'_>,
+        go_on: &mut dyn FnMut(usize) -> bool,
+    ) -> Option<Vec<Vec<f32>>> {
+        forward_attended(self.arithmetic(), &self.config, &self.weights, step, go_on)
+    }
+
+    fn arithmetic(&self) -> Arithmetic {
+        Arithmetic { isa: self.isa, precision: self.precision }
     }
 }

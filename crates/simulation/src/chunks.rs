@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use matkv_decoder_core::Engine;
 use matkv_format::ChunkFile;
-use matkv_loader_core::machine::{ChunkSpec, Plan, PlannedSource};
+use matkv_loader_core::machine::{ChunkSpec, Plan, Planned, PlannedSource, focused};
 use matkv_model::{ForwardRow, Sampler, Segment, Source, Step};
 use matkv_sys::SlotMut;
-use matkv_types::{ChunkId, ContentId, Digest, Encoding, Fingerprint, KvLayout, Mode, Sampling};
+use matkv_types::{
+    ChunkId, ContentId, Digest, Encoding, Fingerprint, KvLayout, Mode, Sampling, Share,
+};
 
 use crate::engine::{END, HashEngine, SHAPE};
 use crate::random::{Random, mix};
@@ -117,6 +119,34 @@ pub(crate) fn prefill(
     Sampler::new(sampling).sample(&logits[0], 0)
 }
 
+/// Any mode.
+pub(crate) fn mode(random: &mut Random) -> Mode {
+    let share = Share::new(random.below(101) as f64 / 100.0);
+    match (random.below(5), share) {
+        (0, _) => Mode::Vanilla,
+        (1, _) => Mode::Exact,
+        (2, Some(share)) => Mode::Focused { share, link: random.below(20) as u32 },
+        (3, _) => Mode::Linked(0),
+        _ => Mode::Linked(4),
+    }
+}
+
+/// A plan with rows chosen as an engine of hashes would: by their tokens.
+fn chosen(plan: &Plan, mode: Mode, chunks: &[impl AsRef<[u32]>]) -> Plan {
+    let Mode::Focused { link, .. } = mode else { return plan.clone() };
+    let weight = |&t: &u32| (mix(u64::from(t)) % 100) as f32;
+    let weights: Vec<Vec<f32>> =
+        chunks.iter().map(|c| c.as_ref().iter().map(weight).collect()).collect();
+    focused(plan, link, &PREFIX, chunks, &weights)
+}
+
+/// What the compute thread does first with a focused request.
+pub(crate) fn choose(planned: &mut Planned) {
+    if planned.plan.choose > 0 {
+        planned.plan = chosen(&planned.plan, planned.mode, &planned.chunks);
+    }
+}
+
 /// A request.
 #[derive(Clone)]
 pub(crate) struct Question {
@@ -136,7 +166,8 @@ impl Question {
 
     /// What it answers when it is alone, nothing fails and nothing is shared.
     pub fn answer(&self, chunks: &[Chunk]) -> Vec<u32> {
-        let plan = self.plan(chunks);
+        let tokens: Vec<_> = self.chunks.iter().map(|&i| Arc::clone(&chunks[i].tokens)).collect();
+        let plan = chosen(&self.plan(chunks), self.mode, &tokens);
         let (bytes, layout) = prefix();
         let mut segments = segments(&plan, (&bytes, layout), |i| chunks[self.chunks[i]].section());
         let own_layout = spec().own_layout(plan.own_rows);

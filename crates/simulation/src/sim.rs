@@ -242,11 +242,7 @@ impl Sim<'static> {
                 chosen.push(n);
             }
         }
-        let mode = match self.random.below(3) {
-            0 => Mode::Vanilla,
-            1 => Mode::Linked(0),
-            _ => Mode::Linked(4),
-        };
+        let mode = chunks::mode(&mut self.random);
         let rest = (0..self.random.between(1, 12)).map(|i| 40 + i as u32).collect();
         // Now and then a slot that needs a large hole.
         let most = if self.random.chance(200) { 400 } else { 24 };
@@ -437,12 +433,13 @@ impl Sim<'static> {
             self.loader.load.message(LoadMessage::Again(Box::new(resident)));
             return Ok(());
         }
-        let planned = &resident.planned;
         if state.is_cancelled() {
             drop(resident);
             state.end(Ok(FinishReason::Cancelled));
             return Ok(());
         }
+        chunks::choose(&mut resident.planned);
+        let planned = &resident.planned;
         let first = {
             let prefix = (self.loader.prefix.section(), self.loader.prefix.layout());
             let chunk = |i: usize| match &resident.chunks[i] {

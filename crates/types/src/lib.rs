@@ -18,6 +18,6 @@ pub use float::{bf16_to_f32, f32_to_bf16};
 pub use hash::LengthPrefixedHasher;
 pub use ids::{ChunkId, ContentId, Digest, Fingerprint, ParseDigestError};
 pub use layout::{GROUP_ROWS, KvLayout, KvShape, PAGE_BYTES, TILE_ROWS, align_up};
-pub use mode::{FinishReason, Mode, ParseModeError, Sampling};
+pub use mode::{FinishReason, Mode, ParseModeError, Sampling, Share};
 pub use precision::Precision;
 pub use span::Span;

@@ -177,6 +177,39 @@ impl Case {
         self.segs.iter().map(|s| self.rotated(s)).collect()
     }
 
+    /// What every row of every segment is attended to.
+    pub fn attended(&self, isa: Isa, precision: Precision) -> Vec<Vec<f32>> {
+        let queries = self.queries();
+        let input = LayerInput { own: &[], queries: &queries };
+        let mut out: Vec<Vec<f32>> = self.segs.iter().map(|s| vec![0.0; s.rows]).collect();
+        let attention = Attention::new(isa, precision, self.heads, [self.job()]);
+        attention.attended(self.layer, |_| input, &mut out);
+        out
+    }
+
+    /// The same in f64.
+    pub fn weights(&self, precision: Precision) -> Vec<Vec<f64>> {
+        let (dim, kv_heads) = (self.dim(), self.segs[0].layout.shape.kv_heads);
+        let mut out: Vec<Vec<f64>> = self.segs.iter().map(|s| vec![0.0; s.rows]).collect();
+        for (i, &position) in self.positions.iter().enumerate() {
+            for head in 0..self.heads {
+                let at = (self.layer, head / (self.heads / kv_heads));
+                let mut scores = Vec::new();
+                for (n, s) in self.segs.iter().enumerate() {
+                    let query = self.query(s, precision, i, head);
+                    for r in (0..s.rows).filter(|r| s.position + r <= position) {
+                        let k = |d| f64::from(read_k(&s.bytes, &s.layout, at, s.first_row + r, d));
+                        let score: f64 = (0..dim).map(|d| query[d] * k(d)).sum();
+                        scores.push((n, r, score.exp()));
+                    }
+                }
+                let sum: f64 = scores.iter().map(|s| s.2).sum();
+                scores.iter().for_each(|&(n, r, e)| out[n][r] += e / sum);
+            }
+        }
+        out
+    }
+
     pub fn run_into(&self, isa: Isa, precision: Precision, out: ActivationsMut<'_>) {
         let queries = self.queries();
         let input = LayerInput { own: &[], queries: &queries };

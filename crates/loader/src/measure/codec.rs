@@ -7,16 +7,17 @@
 use std::time::Instant;
 
 use matkv_format::Superblock;
-use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step, divergence};
+use matkv_model::{LanguageModel, divergence, greedy};
 use matkv_ring::size_class;
 use matkv_store::Store;
 use matkv_sys::Region;
 use matkv_types::{Codec, Encoding, KvDtype, KvLayout, Mode};
 
+use super::answers::{Prefilled, Rows};
 use super::{Stored, stored, text};
-use crate::arena::{Arena, ChunkSlot};
+use crate::arena::Arena;
 use crate::compile::{compile_prefix, restore};
-use crate::plan::{Plan, PlannedSource};
+use crate::plan::Plan;
 
 /// Reads chunks of at least `rows` rows.
 ///
@@ -85,12 +86,6 @@ pub struct Fidelity {
     pub tokens: usize,
 }
 
-/// Rows in the arena's form, with the layout attention reads them by.
-struct Rows {
-    bytes: Vec<u8>,
-    layout: KvLayout,
-}
-
 fn rows_of(store: &Store, chunk: &Stored, dtype: KvDtype) -> Result<Rows, String> {
     let file = chunk.transcode(store, Encoding::new(dtype, Codec::None), 1)?;
     let found = Superblock::decode(&file).map_err(text)?;
@@ -134,14 +129,15 @@ pub fn fidelity(
             question.chunks.iter().map(|&i| rows_of(store, &chunks[i], dtype)).collect()
         };
         let exact = rows(KvDtype::Bf16)?;
-        let (forced, reference) = decode(model, &plan, &prefix_rows, &exact, answer, None);
+        let mut exact = Prefilled::new(model, &plan, &prefix_rows, &exact);
+        let (forced, reference) = exact.greedy(answer);
         for (i, dtype) in dtypes.iter().enumerate() {
-            let (_, got) =
-                decode(model, &plan, &prefix_rows, &rows(*dtype)?, answer, Some(&forced));
+            let rows = rows(*dtype)?;
+            let got = Prefilled::new(model, &plan, &prefix_rows, &rows).forced(&forced);
             for (want, got) in reference.iter().zip(&got) {
                 // Rounding must not make it negative.
                 samples[i].push(divergence(want, got).max(0.0));
-                same[i] += usize::from(best(want) == best(got));
+                same[i] += usize::from(greedy(want) == greedy(got));
             }
         }
     }
@@ -160,62 +156,4 @@ pub fn fidelity(
             }
         })
         .collect())
-}
-
-fn best(logits: &[f32]) -> usize {
-    let top = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
-    top.map_or(0, |(i, _)| i)
-}
-
-/// The answer, greedy or forced, and the logits of each of its tokens.
-fn decode(
-    model: &LanguageModel,
-    plan: &Plan,
-    prefix: &ChunkSlot,
-    chunks: &[Rows],
-    answer: usize,
-    forced: Option<&[u32]>,
-) -> (Vec<u32>, Vec<Vec<f32>>) {
-    let mut segments: Vec<Segment<'_>> = plan
-        .segments
-        .iter()
-        .map(|s| Segment {
-            source: match s.source {
-                PlannedSource::Prefix => Source::Slot(prefix.section(), prefix.layout()),
-                PlannedSource::Chunk(i) => Source::Slot(&chunks[i].bytes, chunks[i].layout),
-                PlannedSource::Own => Source::Own,
-            },
-            first_row: s.first_row,
-            rows: s.rows,
-            position: s.position,
-            shift: s.shift,
-        })
-        .collect();
-    let layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, plan.own_rows);
-    let mut own = vec![0u8; layout.total_bytes()];
-    let (mut tokens, mut all) = (Vec::new(), Vec::new());
-    let mut rows = plan.rows.clone();
-    let last = segments.len() - 1;
-    let (mut row, mut position) = (segments[last].first_row + segments[last].rows, plan.position);
-    while tokens.len() < answer {
-        let step = Step {
-            rows: &rows,
-            segments: &segments,
-            own: &mut own,
-            own_layout: layout,
-            logits: true,
-        };
-        let Some(logits) = model.forward(&mut [step]).pop() else { break };
-        let token = match forced {
-            Some(f) if tokens.len() == f.len() => break,
-            Some(f) => f[tokens.len()],
-            None => best(&logits) as u32,
-        };
-        all.push(logits);
-        tokens.push(token);
-        rows = vec![ForwardRow { token, position, row }];
-        segments[last].rows += 1;
-        (row, position) = (row + 1, position + 1);
-    }
-    (tokens, all)
 }

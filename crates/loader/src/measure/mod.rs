@@ -1,8 +1,10 @@
 //! Measurements of parts, for `doctor` and the benchmarks: the code that serves, without the
 //! processes around it.
 
+mod answers;
 pub mod codec;
 pub mod device;
+pub mod fidelity;
 pub mod load;
 pub mod machine;
 pub mod policies;
