@@ -39,6 +39,8 @@ impl FileMapping {
         }
         // SAFETY: the mapping just made.
         unsafe {
+            // Where the file system has large folios, what is read now comes in huge pages; a hint.
+            libc::madvise(base, len, libc::MADV_HUGEPAGE);
             // Before Linux 5.14 pages are read ahead instead, and come in at first use.
             if libc::madvise(base, len, libc::MADV_POPULATE_READ) != 0 {
                 libc::madvise(base, len, libc::MADV_WILLNEED);
