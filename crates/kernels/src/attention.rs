@@ -25,6 +25,8 @@ use crate::totals::{merge, store_row};
 const QUERY_ROWS: usize = 16;
 /// Up to this many query rows, work is split over context instead of over rows.
 const SPLIT_CONTEXT_ROWS: usize = 4;
+/// Up to this many queries of a head, rows of KV are asked for ahead.
+const AHEAD_ROWS: usize = 24;
 
 /// A KV section whose layers are there one after the other.
 pub trait Layers: Sync {
@@ -400,6 +402,7 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             phase: start % GROUP_ROWS,
             lo: s.first_row.saturating_sub(start),
             hi: (s.first_row + s.rows - start).min(BLOCK_ROWS),
+            ahead: false,
         }
     }
 
@@ -411,7 +414,8 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         (q, visible, scratch): (&[f32], &[usize], &mut Scratch),
         partial: &mut Partial<'_>,
     ) {
-        let (g, block) = (self.plan.g, self.block(at, kv_head));
+        let (g, mut block) = (self.plan.g, self.block(at, kv_head));
+        block.ahead = visible.len() <= AHEAD_ROWS;
         let queries = Queries { q, dim: g.dim, visible };
         // SAFETY: it has been checked that the segment's rows lie inside the section; blocks are
         // padded to whole tiles there; the section is borrowed, so nobody writes it.

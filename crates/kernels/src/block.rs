@@ -44,6 +44,9 @@ pub(crate) struct Block {
     pub lo: usize,
     /// Rows from `hi` on do not belong to the segment.
     pub hi: usize,
+    /// Whether rows are asked for before they are needed: with few queries, what they cost is to
+    /// come from memory.
+    pub ahead: bool,
 }
 
 /// What a block, or many, contribute to some query rows.
