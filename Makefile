@@ -11,7 +11,7 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-fidelity bench-trace bench-start bench-forward bench-peers \
+	bench-cold bench-load bench-codec bench-fidelity bench-throughput bench-trace bench-start bench-forward bench-peers \
 	peers bench-paper soak soak-storage simulate fuzz install clean
 
 demo: build
@@ -86,6 +86,9 @@ bench-paper: build
 
 bench-fidelity: build
 	scripts/bench.sh fidelity $(DATA)
+
+bench-throughput: build
+	scripts/bench.sh throughput $(DATA)
 
 bench-trace: build
 	target/release/matkv bench trace

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Runs a benchmark on the LongBench HotpotQA documents, `paper` on TurboRAG's:
-#   scripts/bench.sh e2e|cold|load|codec|fidelity|peers|paper DATA_DIRECTORY
+#   scripts/bench.sh e2e|cold|load|codec|fidelity|throughput|peers|paper DATA_DIRECTORY
 # DATA_DIRECTORY holds longbench-hotpotqa/ (turborag/) or it as .tar.xz. More arguments go to
 # `matkv bench`. The process asks for the processor before others do where it may.
 set -euo pipefail
@@ -60,8 +60,13 @@ fidelity)
         --questions "$corpus/questions/query.jsonl" --answers "$corpus/answers/answer.jsonl" \
         --count "${COUNT:-20}" --store "$store" "$@"
     ;;
+throughput)
+    "$matkv" bench throughput --corpus "$corpus/documents" --documents "${DOCUMENTS:-200}" \
+        --questions "$corpus/questions/query.jsonl" --store "$store" "$@"
+    ;;
 *)
-    echo "usage: scripts/bench.sh e2e|cold|load|codec|fidelity|peers|paper DATA_DIRECTORY" >&2
+    echo "usage: scripts/bench.sh e2e|cold|load|codec|fidelity|throughput|peers|paper" \
+        "DATA_DIRECTORY" >&2
     exit 2
     ;;
 esac

@@ -268,6 +268,8 @@ pub enum BenchCommand {
     Start(StartOptions),
     /// Against llama.cpp and what the machine allows, alternated in one run
     Peers(PeersOptions),
+    /// Requests a second, percentiles and energy, with many clients or arrivals that wait for nobody
+    Throughput(ThroughputOptions),
     /// Show results of benchmarks as a page with plots, or latency by phase beside published ones
     Report(ReportOptions),
 }
@@ -295,6 +297,46 @@ pub struct ReportOptions {
     /// With --paper: ask only this many questions
     #[arg(long, default_value_t = 20)]
     pub count: usize,
+}
+
+#[derive(clap::Args, Clone)]
+pub struct ThroughputOptions {
+    /// Documents: files, directories or glob patterns
+    #[arg(long, required = true)]
+    pub corpus: Vec<String>,
+    /// Ingest only this many documents, in order of their numbers
+    #[arg(long)]
+    pub documents: Option<usize>,
+    /// Questions, the most popular first: one a line, or JSON lines with "query"
+    #[arg(long)]
+    pub questions: PathBuf,
+    /// Modes to compare, one after the other
+    #[arg(long, default_values_t = ["vanilla".to_owned(), "matkv".to_owned()])]
+    pub mode: Vec<String>,
+    /// Clients that ask again when they have their answer
+    #[arg(long, default_value_t = 8, conflicts_with = "rate")]
+    pub clients: usize,
+    /// Arrivals a second, which wait for nobody, in place of clients
+    #[arg(long)]
+    pub rate: Option<f64>,
+    /// Requests of each mode
+    #[arg(long, default_value_t = 64)]
+    pub requests: usize,
+    /// Exponent of Zipf's law over the questions; 0 asks all equally often
+    #[arg(long, default_value_t = 1.0)]
+    pub zipf: f64,
+    /// Time to first token that counts as good
+    #[arg(long, default_value_t = 1000.0)]
+    pub limit_ms: f64,
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    #[arg(long, default_value_t = 4)]
+    pub top_k: u32,
+    #[arg(long, default_value_t = 32)]
+    pub max_new_tokens: u32,
+    /// Keep the store here instead of in a temporary directory
+    #[arg(long)]
+    pub store: Option<PathBuf>,
 }
 
 #[derive(clap::Args, Clone)]

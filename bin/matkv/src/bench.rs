@@ -20,7 +20,7 @@ use crate::ingest::ingest;
 use crate::out::{say, say_part};
 use crate::pair::{Pair, private};
 use crate::sources::{Source, collect};
-use crate::{bench_fidelity, bench_store, demo, fio, paper, peers, report};
+use crate::{bench_fidelity, bench_store, demo, fio, paper, peers, report, throughput};
 
 pub async fn run(
     resolved: &Resolved,
@@ -48,6 +48,10 @@ pub async fn run(
             let outcome = peers::run(resolved, o, &mut notes).await?;
             show(resolved, "peers", &outcome.figures, &notes, format)?;
             return Ok(if outcome.complete { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+        }
+        BenchCommand::Throughput(o) => {
+            let measure = async |client| throughput::run(client, o, &mut notes).await;
+            ("throughput", with_pair(resolved, o.store.as_deref(), measure).await)
         }
         BenchCommand::Report(o) if o.paper => {
             let measure = async |client| {

@@ -12,6 +12,7 @@ mod cost;
 mod demo;
 mod doctor;
 mod documents;
+mod energy;
 mod figures;
 mod fio;
 mod ingest;
@@ -25,6 +26,7 @@ mod render;
 mod report;
 mod sources;
 mod store;
+mod throughput;
 mod trace;
 mod up;
 

@@ -1,0 +1,257 @@
+//! `matkv bench throughput`: many clients, or arrivals that wait for nobody; and what a request
+//! costs in energy meanwhile, where the machine can say.
+//!
+//! Questions are drawn by Zipf's law, so that some documents are asked for again and again. Every
+//! mode gets the same questions at the same times, from one seed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use anyhow::ensure;
+use matkv_api::Client;
+use matkv_api::v1::GenerateRequest;
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::args::ThroughputOptions;
+use crate::ask::{Answer, generate};
+use crate::bench::{ingest_all, lines};
+use crate::energy::Meter;
+use crate::figures::Figure;
+
+/// One request: how it ended, and what it took from when it was due.
+struct Served {
+    answer: Option<Answer>,
+    first_ms: f64,
+    total_ms: f64,
+}
+
+/// What is asked, and when it is due if arrivals wait for nobody.
+#[derive(Clone)]
+struct Request {
+    question: String,
+    due: Duration,
+}
+
+/// A draw from 0 to `n` where rank r has weight 1 / (r + 1)^s.
+fn zipf(weights: &[f64], random: &mut StdRng) -> usize {
+    let mut rest = random.random::<f64>() * weights.iter().sum::<f64>();
+    let at = weights.iter().position(|w| {
+        rest -= w;
+        rest <= 0.0
+    });
+    at.unwrap_or(weights.len() - 1)
+}
+
+fn requests(o: &ThroughputOptions, questions: &[String]) -> Vec<Request> {
+    let mut random = StdRng::seed_from_u64(o.seed);
+    let weights: Vec<f64> =
+        (0..questions.len()).map(|r| 1.0 / (r as f64 + 1.0).powf(o.zipf)).collect();
+    let mut due = 0.0;
+    let draw = |_| {
+        let question = questions[zipf(&weights, &mut random)].clone();
+        // Of a Poisson process: gaps are exponential.
+        due -= (1.0 - random.random::<f64>()).ln() / o.rate.unwrap_or(1.0);
+        Request { question, due: Duration::from_secs_f64(due) }
+    };
+    (0..o.requests).map(draw).collect()
+}
+
+pub async fn run(
+    client: Client,
+    o: &ThroughputOptions,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Vec<Figure>> {
+    ensure!(o.clients > 0 && o.requests > 0, "--clients and --requests must be at least 1");
+    ensure!(o.rate.is_none_or(|r| r > 0.0), "--rate must be more than 0");
+    let questions = lines(&o.questions, "query")?;
+    ensure!(!questions.is_empty(), "{} has no questions", o.questions.display());
+    ingest_all(&client, &o.corpus, o.documents).await?;
+    let requests = requests(o, &questions);
+    let meter = Meter::find();
+    let mut out = Vec::new();
+    for mode in &o.mode {
+        eprintln!("{mode}: {} requests", requests.len());
+        let joules = meter.as_ref().ok().map(Meter::start);
+        let started = Instant::now();
+        let served = match o.rate {
+            Some(_) => open_loop(&client, o, mode, &requests).await?,
+            None => closed_loop(&client, o, mode, &requests).await?,
+        };
+        let seconds = started.elapsed().as_secs_f64();
+        let joules = joules.map(|m| m.stop());
+        out.extend(figures(mode, &served, seconds, o.limit_ms, joules));
+    }
+    let how = match o.rate {
+        Some(rate) => format!("arrivals of a Poisson process, {rate} a second"),
+        None => format!("{} clients, each asks again when it has its answer", o.clients),
+    };
+    notes.push(format!(
+        "{how}; questions by Zipf's law with exponent {}; time to first token from when a request \
+         was due; goodput counts those within {} ms",
+        o.zipf, o.limit_ms
+    ));
+    notes.push(match &meter {
+        Ok(meter) => format!("energy: {}", meter.describe()),
+        Err(why) => format!("energy: not available here: {why}"),
+    });
+    Ok(out)
+}
+
+async fn ask(client: Client, o: &ThroughputOptions, mode: &str, question: String) -> Served {
+    let started = Instant::now();
+    let request = GenerateRequest {
+        question,
+        mode: mode.to_owned(),
+        top_k: Some(o.top_k),
+        max_new_tokens: Some(o.max_new_tokens),
+        ..GenerateRequest::default()
+    };
+    let answer = generate(client, request, |_| Ok(())).await.ok();
+    let total_ms = started.elapsed().as_secs_f64() * 1e3;
+    let first_ms = answer.as_ref().map_or(f64::NAN, |a| a.timings.first_token_ms);
+    Served { answer, first_ms, total_ms }
+}
+
+async fn closed_loop(
+    client: &Client,
+    o: &ThroughputOptions,
+    mode: &str,
+    requests: &[Request],
+) -> anyhow::Result<Vec<Served>> {
+    let (next, requests) = (Arc::new(AtomicUsize::new(0)), Arc::new(requests.to_vec()));
+    let clients: Vec<_> = (0..o.clients)
+        .map(|_| {
+            let (client, o, mode) = (client.clone(), o.clone(), mode.to_owned());
+            let (next, requests) = (Arc::clone(&next), Arc::clone(&requests));
+            tokio::spawn(async move {
+                let mut served = Vec::new();
+                while let Some(r) = requests.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    served.push(ask(client.clone(), &o, &mode, r.question.clone()).await);
+                }
+                served
+            })
+        })
+        .collect();
+    let mut out = Vec::new();
+    for client in clients {
+        out.extend(client.await?);
+    }
+    Ok(out)
+}
+
+async fn open_loop(
+    client: &Client,
+    o: &ThroughputOptions,
+    mode: &str,
+    requests: &[Request],
+) -> anyhow::Result<Vec<Served>> {
+    let started = tokio::time::Instant::now();
+    let mut asked = Vec::new();
+    for request in requests.iter().cloned() {
+        tokio::time::sleep_until(started + request.due).await;
+        let (client, o, mode) = (client.clone(), o.clone(), mode.to_owned());
+        asked.push(tokio::spawn(async move { ask(client, &o, &mode, request.question).await }));
+    }
+    let mut out = Vec::new();
+    for request in asked {
+        out.push(request.await?);
+    }
+    Ok(out)
+}
+
+/// The value that this share of a sorted list does not exceed.
+fn percentile(sorted: &[f64], share: f64) -> f64 {
+    let at = (share * sorted.len() as f64).ceil() as usize;
+    sorted.get(at.saturating_sub(1)).copied().unwrap_or(f64::NAN)
+}
+
+fn figures(
+    mode: &str,
+    served: &[Served],
+    seconds: f64,
+    limit_ms: f64,
+    joules: Option<f64>,
+) -> Vec<Figure> {
+    let named = |name: &str| format!("{name}[{mode}]");
+    let done: Vec<&Served> = served.iter().filter(|s| s.answer.is_some()).collect();
+    let tokens: usize = done.iter().filter_map(|s| s.answer.as_ref()).map(|a| a.tokens.len()).sum();
+    let good = done.iter().filter(|s| s.first_ms <= limit_ms).count();
+    let mut out = vec![
+        Figure::exact(named("requests_per_s"), done.len() as f64 / seconds, "requests/s"),
+        Figure::exact(named("goodput_per_s"), good as f64 / seconds, "requests/s"),
+        Figure::exact(named("tokens_per_s"), tokens as f64 / seconds, "tokens/s"),
+        Figure::exact(named("failed"), (served.len() - done.len()) as f64, "requests"),
+    ];
+    let of: [(&str, fn(&Served) -> f64); 2] =
+        [("ttft_ms", |s| s.first_ms), ("total_ms", |s| s.total_ms)];
+    for (name, value) in of {
+        let mut all: Vec<f64> = done.iter().map(|s| value(s)).collect();
+        all.sort_by(f64::total_cmp);
+        for (label, share) in [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)] {
+            let value = percentile(&all, share);
+            out.push(Figure::exact(named(&format!("{name}_{label}")), value, "ms"));
+        }
+    }
+    if let (Some(joules), false) = (joules, done.is_empty()) {
+        let each = joules / done.len() as f64;
+        out.push(Figure::exact(named("joules_per_1000_requests"), each * 1e3, "J"));
+        out.push(Figure::exact(named("requests_per_kwh"), 3.6e6 / each, "requests"));
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn percentiles_are_values_of_the_list() {
+        let all: Vec<f64> = (1..=100).map(f64::from).collect();
+        assert_eq!([0.5, 0.9, 0.99].map(|p| percentile(&all, p)), [50.0, 90.0, 99.0]);
+        assert_eq!(percentile(&[3.0], 0.99), 3.0);
+        assert!(percentile(&[], 0.5).is_nan());
+    }
+
+    #[test]
+    fn popular_questions_are_drawn_more_often() {
+        let mut random = StdRng::seed_from_u64(1);
+        let weights: Vec<f64> = (0..50).map(|r| 1.0 / f64::from(r + 1)).collect();
+        let mut counts = [0; 50];
+        (0..20_000).for_each(|_| counts[zipf(&weights, &mut random)] += 1);
+        let share = f64::from(counts[0]) / 20_000.0;
+        let wanted = 1.0 / weights.iter().sum::<f64>();
+        assert!((share - wanted).abs() < 0.02, "{share} for {wanted}");
+        assert!(counts[0] > counts[10] && counts.iter().all(|c| *c > 0));
+    }
+
+    #[test]
+    fn arrivals_have_the_rate_that_was_asked_for() {
+        let o = ThroughputOptions { rate: Some(4.0), requests: 4_000, ..options() };
+        let all = requests(&o, &["a".into(), "b".into()]);
+        let rate = all.len() as f64 / all[all.len() - 1].due.as_secs_f64();
+        assert!((rate - 4.0).abs() < 0.3, "{rate}");
+        assert!(all.is_sorted_by_key(|r| r.due));
+        let again = requests(&o, &["a".into(), "b".into()]);
+        assert!(all.iter().zip(&again).all(|(a, b)| a.question == b.question && a.due == b.due));
+    }
+
+    fn options() -> ThroughputOptions {
+        ThroughputOptions {
+            corpus: Vec::new(),
+            documents: None,
+            questions: "questions".into(),
+            mode: vec!["matkv".into()],
+            clients: 1,
+            rate: None,
+            requests: 1,
+            zipf: 1.0,
+            limit_ms: 500.0,
+            seed: 1,
+            top_k: 4,
+            max_new_tokens: 1,
+            store: None,
+        }
+    }
+}
