@@ -268,7 +268,7 @@ pub enum BenchCommand {
     Start(StartOptions),
     /// Against llama.cpp and what the machine allows, alternated in one run
     Peers(PeersOptions),
-    /// Requests a second, percentiles and energy, with many clients or arrivals that wait for nobody
+    /// Requests a second, percentiles and energy: many clients, or arrivals that wait for nobody
     Throughput(ThroughputOptions),
     /// Show results of benchmarks as a page with plots, or latency by phase beside published ones
     Report(ReportOptions),
