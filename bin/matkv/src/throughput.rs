@@ -184,13 +184,13 @@ fn figures(
         Figure::exact(named("tokens_per_s"), tokens as f64 / seconds, "tokens/s"),
         Figure::exact(named("failed"), (served.len() - done.len()) as f64, "requests"),
     ];
-    let of: [(&str, fn(&Served) -> f64); 2] =
-        [("ttft_ms", |s| s.first_ms), ("total_ms", |s| s.total_ms)];
-    for (name, value) in of {
-        let mut all: Vec<f64> = done.iter().map(|s| value(s)).collect();
+    let first = done.iter().map(|s| s.first_ms).collect();
+    let total = done.iter().map(|s| s.total_ms).collect();
+    for (name, mut all) in [("ttft_ms", first), ("total_ms", total)] {
+        let all: &mut Vec<f64> = &mut all;
         all.sort_by(f64::total_cmp);
         for (label, share) in [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)] {
-            let value = percentile(&all, share);
+            let value = percentile(all, share);
             out.push(Figure::exact(named(&format!("{name}_{label}")), value, "ms"));
         }
     }

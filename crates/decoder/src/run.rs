@@ -109,7 +109,7 @@ fn sessions(
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
     let prefix = model.prefix(&texts)?;
-    let team = Team::new(Config::threads(config.decoder_threads), "decode", |_| {})
+    let team = Team::new(Config::threads(config.decoder_threads), "decode")
         .map_err(|e| DecoderError::Threads(e.to_string()))?;
     let decoder = Decoder {
         model,

@@ -84,16 +84,11 @@ impl<T: Copy + 'static> Drop for Restore<T> {
 }
 
 impl Team {
-    /// A team of `threads`, the calling one included: it starts one thread less. Every member
-    /// begins with `at_start`, given its number from 1 on.
+    /// A team of `threads`, the calling one included: it starts one thread less.
     ///
     /// # Errors
     /// If the system refuses a thread.
-    pub fn new(
-        threads: usize,
-        name: &str,
-        at_start: impl Fn(usize) + Send + Clone + 'static,
-    ) -> std::io::Result<Self> {
+    pub fn new(threads: usize, name: &str) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             word: CachePadded::new(AtomicU64::new(0)),
             done: CachePadded::new(AtomicU32::new(0)),
@@ -106,13 +101,9 @@ impl Team {
         });
         let mut team = Self { shared, members: Vec::new(), region: Mutex::new(()) };
         for i in 1..threads {
-            let (shared, at_start) = (Arc::clone(&team.shared), at_start.clone());
-            let member =
-                std::thread::Builder::new().name(format!("{name}-{i}")).spawn(move || {
-                    at_start(i);
-                    shared.work();
-                })?;
-            team.members.push(member);
+            let shared = Arc::clone(&team.shared);
+            let member = std::thread::Builder::new().name(format!("{name}-{i}"));
+            team.members.push(member.spawn(move || shared.work())?);
         }
         Ok(team)
     }
@@ -259,8 +250,8 @@ fn everyone() -> &'static Team {
     static TEAM: OnceLock<Team> = OnceLock::new();
     TEAM.get_or_init(|| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
-        let alone = || Team::new(1, "compute", |_| {});
-        match Team::new(threads, "compute", |_| {}).or_else(|_| alone()) {
+        let alone = || Team::new(1, "compute");
+        match Team::new(threads, "compute").or_else(|_| alone()) {
             Ok(team) => team,
             // A team of one starts no thread.
             Err(e) => unreachable!("{e}"),
@@ -327,7 +318,7 @@ mod tests {
     use super::*;
 
     fn team(threads: usize) -> Team {
-        Team::new(threads, "test", |_| {}).unwrap()
+        Team::new(threads, "test").unwrap()
     }
 
     #[test]

@@ -197,7 +197,7 @@ proptest! {
         let (isa, p) = (Isa::detect(), precision(p));
         let mut case = random_case(seed, DTYPES[dtype], 3, 2, 64);
         let together = case.run(isa, p);
-        let one = team::Team::new(1, "one", |_| {}).unwrap();
+        let one = team::Team::new(1, "one").unwrap();
         prop_assert_eq!(bits(&together), bits(&one.install(|| case.run(isa, p))));
         let width = case.heads * 64;
         let (positions, q) = (case.positions.clone(), case.q.clone());

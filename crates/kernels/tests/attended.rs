@@ -61,7 +61,7 @@ fn the_same_bits_everywhere() {
         for precision in Precision::ALL {
             let case = case(dtype, 70);
             let bits = |isa, threads| -> Vec<u32> {
-                let team = team::Team::new(threads, "test", |_| {}).unwrap();
+                let team = team::Team::new(threads, "test").unwrap();
                 let weights = team.install(|| case.attended(isa, precision));
                 weights.iter().flatten().map(|w| w.to_bits()).collect()
             };

@@ -131,7 +131,7 @@ proptest! {
         let x = vector(&mut r, m * k);
         let isa = Isa::detect();
         let together = product(isa, &x, &w);
-        let one = team::Team::new(1, "one", |_| {}).unwrap();
+        let one = team::Team::new(1, "one").unwrap();
         prop_assert_eq!(bits(&together), bits(&one.install(|| product(isa, &x, &w))));
         for i in 0..m {
             let alone = product(isa, &x[i * k..(i + 1) * k], &w);

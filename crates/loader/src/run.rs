@@ -159,7 +159,7 @@ fn identity(model: &LanguageModel, prefix: &[u32], config: &Config) -> Identity 
 }
 
 fn compute_team(config: &Config) -> Result<Team, LoaderError> {
-    Team::new(Config::threads(config.loader_threads), "compute", |_| {})
+    Team::new(Config::threads(config.loader_threads), "compute")
         .map_err(|e| LoaderError::Setup(format!("compute threads: {e}")))
 }
 

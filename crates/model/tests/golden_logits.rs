@@ -177,7 +177,7 @@ fn together(
 }
 
 fn in_pool(threads: usize, work: impl FnOnce() -> Outcome + Send) -> Outcome {
-    matkv_kernels::team::Team::new(threads, "test", |_| {}).unwrap().install(work)
+    matkv_kernels::team::Team::new(threads, "test").unwrap().install(work)
 }
 
 /// Ways to cut the same work.

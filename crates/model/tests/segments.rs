@@ -257,7 +257,7 @@ fn linked_bits_do_not_depend_on_calls_or_threads(model: &LanguageModel, rows: [u
     let compiled = compile_all(model, &p, &chunks, KvDtype::Bf16);
     let link = &chunks[1][..32];
     let run = |threads: usize, per_call: usize| {
-        let pool = matkv_kernels::team::Team::new(threads, "test", |_| {}).unwrap();
+        let pool = matkv_kernels::team::Team::new(threads, "test").unwrap();
         pool.install(|| {
             let sequence = compiled.begin(model, link, &p.rest).per_call(per_call);
             let (mut sequence, logits) = compiled.linked(sequence, [0, 1], link, &p.rest);

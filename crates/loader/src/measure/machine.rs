@@ -31,7 +31,7 @@ pub struct Peaks {
 /// # Errors
 /// If they cannot be started.
 pub fn team(threads: usize) -> Result<Team, String> {
-    Team::new(threads, "bench", |_| {}).map_err(text)
+    Team::new(threads, "bench").map_err(text)
 }
 
 impl Peaks {
