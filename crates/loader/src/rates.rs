@@ -16,6 +16,9 @@ pub(crate) enum Kind {
     Compute,
 }
 
+/// A load must take this much longer than computing before a chunk is computed: a load leaves the
+/// cores to others, and estimates of short times are rough.
+const MARGIN: f64 = 2.0;
 const KINDS: usize = 4;
 /// Weight of a new measurement.
 const WEIGHT: f64 = 0.2;
@@ -74,7 +77,7 @@ impl Rates {
     pub fn prefer_computing(&self, kind: Kind, bytes: u64, rows: usize) -> Option<(u64, u64)> {
         let load = self.seconds(kind, bytes)?;
         let compute = self.seconds(Kind::Compute, rows as u64)?;
-        if load <= compute {
+        if load <= MARGIN * compute {
             return None;
         }
         let mut skipped = self.skipped.lock().unwrap_or_else(PoisonError::into_inner);
@@ -107,7 +110,7 @@ mod tests {
         let rates = Rates::default();
         assert_eq!(rates.prefer_computing(Kind::Cold, 1000, 10), None, "nothing measured");
         for _ in 0..3 {
-            rates.measured(Kind::Cold, 1000, Duration::from_secs(2));
+            rates.measured(Kind::Cold, 1000, Duration::from_secs(3));
             rates.measured(Kind::Compute, 10, Duration::from_secs(1));
         }
         let skips: Vec<bool> =
