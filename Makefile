@@ -59,19 +59,10 @@ models: compile
 	$(PYTHON) tests/fixtures/scripts/fetch_vocabs.py $(MATKV_CACHE_DIR)/vocabs
 
 # The figures of the README; each prints one JSON object with --format json.
-# DATA is a directory with longbench-hotpotqa unpacked.
+# DATA is a directory with longbench-hotpotqa, for bench-paper with turborag, unpacked or not.
 DATA ?= ../shared/data
-bench-e2e: build
-	scripts/bench.sh e2e $(DATA)
-
-bench-cold: build
-	scripts/bench.sh cold $(DATA)
-
-bench-load: build
-	scripts/bench.sh load $(DATA)
-
-bench-codec: build
-	scripts/bench.sh codec $(DATA)
+bench-e2e bench-cold bench-load bench-codec bench-fidelity bench-throughput bench-paper: build
+	scripts/bench.sh $(@:bench-%=%) $(DATA)
 
 # llama.cpp is built once; PEERS=--torch also installs PyTorch, which has gigabytes.
 peers:
@@ -79,16 +70,6 @@ peers:
 
 bench-peers: build peers
 	scripts/bench.sh peers $(DATA)
-
-# DATA is a directory with turborag.
-bench-paper: build
-	scripts/bench.sh paper $(DATA)
-
-bench-fidelity: build
-	scripts/bench.sh fidelity $(DATA)
-
-bench-throughput: build
-	scripts/bench.sh throughput $(DATA)
 
 bench-trace: build
 	target/release/matkv bench trace

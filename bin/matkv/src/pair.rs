@@ -147,6 +147,21 @@ fn sibling(name: &str) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
+/// Runs `work` with a pair of its own over a store, and stops the pair, however the work ends.
+pub async fn with_private<T>(
+    resolved: &Resolved,
+    store: &Path,
+    settings: &[(&'static str, String)],
+    work: impl AsyncFnOnce(Client) -> anyhow::Result<T>,
+) -> anyhow::Result<T> {
+    let runtime = tempfile::tempdir()?;
+    let resolved = private(resolved, runtime.path(), store, settings)?;
+    let mut pair = Pair::start(&resolved)?;
+    let worked = async { work(pair.ready(&resolved.config).await?).await }.await;
+    pair.stop()?;
+    worked
+}
+
 /// A configuration with its own runtime directory and store.
 pub fn private(
     resolved: &Resolved,

@@ -128,6 +128,17 @@ struct Rows {
     count: usize,
 }
 
+/// All of a job's, cut into tasks.
+fn row_tasks(kv_heads: usize, rows: usize) -> impl Iterator<Item = Rows> {
+    (0..kv_heads).flat_map(move |kv_head| {
+        (0..rows).step_by(QUERY_ROWS).map(move |first| Rows {
+            kv_head,
+            first,
+            count: QUERY_ROWS.min(rows - first),
+        })
+    })
+}
+
 /// Attention of some jobs, independent sequences, in every layer of a step.
 pub struct Attention<'a> {
     g: Geometry,
@@ -227,12 +238,7 @@ impl<'a> Attention<'a> {
                 self.members.extend((0..job.blocks.len()).map(|block| Member { job: j, block }));
                 continue;
             }
-            for kv_head in 0..g.kv_heads {
-                for first in (0..rows).step_by(QUERY_ROWS) {
-                    let count = QUERY_ROWS.min(rows - first);
-                    self.rows.push((j, Rows { kv_head, first, count }));
-                }
-            }
+            self.rows.extend(row_tasks(g.kv_heads, rows).map(|rows| (j, rows)));
         }
         // Those that see most first: then little is left to wait for at the end.
         let jobs = &self.jobs;

@@ -119,6 +119,11 @@ impl<'a> Queries<'a> {
             visible: &self.visible[first..first + count],
         }
     }
+
+    /// Some query row sees rows of the block below this, and none sees another.
+    fn see_below(&self, block: Block) -> usize {
+        self.visible.iter().copied().max().unwrap_or(0).min(block.hi)
+    }
 }
 
 dispatch! {
@@ -176,7 +181,7 @@ unsafe fn few_rows<L: Lanes>(
     scratch: &mut Scratch,
     partial: &mut Partial<'_>,
 ) {
-    let hi = queries.visible.iter().copied().max().unwrap_or(0).min(block.hi);
+    let hi = queries.see_below(block);
     if hi <= block.lo {
         partial.max.fill(f32::NEG_INFINITY);
         partial.sum.fill(0.0);
@@ -246,7 +251,7 @@ unsafe fn score_block_body<L: Lanes>(
     block: Block,
     scratch: &mut Scratch,
 ) {
-    let hi = queries.visible.iter().copied().max().unwrap_or(0).min(block.hi);
+    let hi = queries.see_below(block);
     if hi > block.lo {
         // SAFETY: same contract.
         unsafe { block_scores::<L>(precision, queries, block, hi, scratch) };

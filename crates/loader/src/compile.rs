@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use matkv_format::{ChunkFile, Superblock};
+use matkv_format::{ChunkFile, Expectation, FormatError, Superblock};
 use matkv_kernels::team;
 use matkv_model::{ForwardRow, LanguageModel, Segment, Source, Step};
 use matkv_sys::{Region, SlotMut};
@@ -132,23 +132,31 @@ impl Compilation {
     fn encode(&mut self, core: &Core) -> Result<(Superblock, Option<SlotMut>), String> {
         let expect = core.spec.expectation(self.job.id, &self.job.tokens);
         let (dtype, slot) = (core.spec.encoding.dtype, &mut self.job.filling.slot);
-        let text = |e: matkv_format::FormatError| e.to_string();
-        let layers = |kv: &mut [u8], stride: usize, encode: &(dyn Fn(usize, &mut [u8]) + Sync)| {
-            team::for_each_part(kv, stride, encode);
-        };
+        let text = |e: FormatError| e.to_string();
         let Some(rows) = &mut self.rows else {
             return ChunkFile::seal(slot, &expect).map(|found| (found, None)).map_err(text);
         };
         if dtype.in_arena() == dtype {
-            let found = ChunkFile::encode_with(rows, slot, &expect, dtype, layers).map_err(text)?;
+            let found = encode(rows, slot, &expect, dtype).map_err(text)?;
             return Ok((found, None));
         }
         let bytes = ChunkFile::len(core.spec.shape, dtype, self.job.tokens.len());
         let mut image = Region::anonymous(bytes).exclusive(0..bytes).map_err(|e| e.to_string())?;
-        let found =
-            ChunkFile::encode_with(rows, &mut image, &expect, dtype, layers).map_err(text)?;
+        let found = encode(rows, &mut image, &expect, dtype).map_err(text)?;
         Ok((found, Some(image)))
     }
+}
+
+/// [`ChunkFile::encode`] with the layers shared out over the installed team.
+pub(crate) fn encode(
+    rows: &mut [u8],
+    out: &mut [u8],
+    expect: &Expectation<'_>,
+    dtype: KvDtype,
+) -> Result<Superblock, FormatError> {
+    ChunkFile::encode_with(rows, out, expect, dtype, |kv, stride, encode_layer| {
+        team::for_each_part(kv, stride, encode_layer);
+    })
 }
 
 /// [`restore`] with the layers shared out over a pool: also one chunk uses all its threads.

@@ -22,16 +22,15 @@ type Published = (SlotRef, Range<usize>);
 #[derive(Default)]
 struct State {
     layers: Vec<Published>,
-    /// The chunk, once it is resident.
-    chunk: Option<Arc<ChunkSlot>>,
     completed: Option<Completed>,
     failed: bool,
     readers: usize,
 }
 
-/// How a chunk became resident.
-#[derive(Clone, Copy)]
+/// A chunk that has become resident, and how.
+#[derive(Clone)]
 pub struct Completed {
+    pub chunk: Arc<ChunkSlot>,
     pub at: Instant,
     /// Computed if its file could not be used.
     pub source: ChunkSource,
@@ -84,8 +83,7 @@ impl Growing {
     /// instead.
     pub fn complete(&self, chunk: Arc<ChunkSlot>, source: ChunkSource) {
         let mut state = self.state();
-        state.chunk = Some(chunk);
-        state.completed = Some(Completed { at: Instant::now(), source });
+        state.completed = Some(Completed { chunk, at: Instant::now(), source });
         // The chunk holds the same bytes.
         state.layers.clear();
         drop(state);
@@ -115,22 +113,17 @@ impl Growing {
     }
 
     /// The chunk, once it is resident.
-    pub fn chunk(&self) -> Option<Arc<ChunkSlot>> {
-        self.state().chunk.clone()
-    }
-
-    /// How it became resident.
     pub fn completed(&self) -> Option<Completed> {
-        self.state().completed
+        self.state().completed.clone()
     }
 
     /// Waits until the chunk is resident; none if it will not be, or not within this time.
     pub fn wait_for_chunk(&self, most: Duration) -> Wait {
         let (state, _) = self
             .changed
-            .wait_timeout_while(self.state(), most, |s| s.chunk.is_none() && !s.failed)
+            .wait_timeout_while(self.state(), most, |s| s.completed.is_none() && !s.failed)
             .unwrap_or_else(PoisonError::into_inner);
-        match (&state.chunk, state.failed) {
+        match (&state.completed, state.failed) {
             (Some(_), _) => Wait::Ready,
             (None, true) => Wait::Failed,
             (None, false) => Wait::NotYet,
@@ -169,14 +162,14 @@ impl GrowingReader {
         if self.layers[layer].get().is_some() {
             return Wait::Ready;
         }
-        let waits = |s: &mut State| s.layers.len() <= layer && s.chunk.is_none() && !s.failed;
+        let waits = |s: &mut State| s.layers.len() <= layer && s.completed.is_none() && !s.failed;
         let (state, _) = self
             .growing
             .changed
             .wait_timeout_while(self.growing.state(), most, waits)
             .unwrap_or_else(PoisonError::into_inner);
-        let place = match (&state.chunk, state.layers.get(layer)) {
-            (Some(chunk), _) => Place::Resident(Arc::clone(chunk)),
+        let place = match (&state.completed, state.layers.get(layer)) {
+            (Some(completed), _) => Place::Resident(Arc::clone(&completed.chunk)),
             (None, Some(published)) => Place::Published(published.clone()),
             (None, None) if state.failed => return Wait::Failed,
             (None, None) => return Wait::NotYet,

@@ -279,8 +279,8 @@ impl Leased {
     /// A chunk that has come is a chunk on loan.
     pub fn settled(self) -> Self {
         match self {
-            Self::Coming(Coming { growing, held }) => match growing.chunk() {
-                Some(chunk) => Self::Here(Lease { chunk, _held: held }),
+            Self::Coming(Coming { growing, held }) => match growing.completed() {
+                Some(completed) => Self::Here(Lease { chunk: completed.chunk, _held: held }),
                 None => Self::Coming(Coming { growing, held }),
             },
             here => here,

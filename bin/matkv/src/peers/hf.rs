@@ -16,7 +16,7 @@ use super::Bench;
 use super::llama::Running;
 use super::serving::{Prompt, ask, ask_cold};
 use crate::figures::Figure;
-use crate::pair::{Pair, private};
+use crate::pair::with_private;
 
 /// The script, running.
 struct Script {
@@ -57,18 +57,13 @@ impl Bench<'_> {
                  start without): run benches/peers/install.sh --torch"
             );
         }
-        let (runtime, store) = (tempfile::tempdir()?, self.scratch()?);
+        let (resolved, store) = (self.resolved, self.scratch()?);
         let settings = [("log.level", "warn".to_owned())];
-        let resolved = private(self.resolved, runtime.path(), store.path(), &settings)?;
-        let mut pair = Pair::start(&resolved)?;
-        let measured = async {
-            let client = pair.ready(&resolved.config).await?;
+        with_private(resolved, store.path(), &settings, async |client| {
             let (_corpus, prompt) = self.prompt(&client, 0).await?;
             self.hf_rounds(&client, &peers, &prompt).await
-        }
-        .await;
-        pair.stop()?;
-        measured
+        })
+        .await
     }
 
     async fn hf_rounds(

@@ -65,6 +65,12 @@ impl Running {
     }
 }
 
+fn with_numbers(command: &mut Command, numbers: &[(&str, usize)]) {
+    for (flag, number) in numbers {
+        command.arg(flag).arg(number.to_string());
+    }
+}
+
 impl Llama {
     pub fn find(dir: PathBuf, threads: usize, stop: Stop) -> anyhow::Result<Self> {
         let found = Self { dir, threads, stop };
@@ -107,9 +113,7 @@ impl Llama {
             ("-d", depth),
             ("-r", samples),
         ];
-        for (flag, number) in numbers {
-            command.arg(flag).arg(number.to_string());
-        }
+        with_numbers(&mut command, &numbers);
         bench_samples(&output(&mut command, &self.stop)?)
     }
 
@@ -134,9 +138,7 @@ impl Llama {
             ("-ntg", generated),
             ("-npl", count),
         ];
-        for (flag, number) in numbers {
-            command.arg(flag).arg(number.to_string());
-        }
+        with_numbers(&mut command, &numbers);
         batched_rate(&output(&mut command, &self.stop)?)
     }
 
@@ -155,9 +157,7 @@ impl Llama {
             ("-c", context),
             ("--port", usize::from(port)),
         ];
-        for (flag, number) in numbers {
-            command.arg(flag).arg(number.to_string());
-        }
+        with_numbers(&mut command, &numbers);
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let running = Running::start(&mut command)?;
         let mut server = Server { running, port, stop: self.stop.clone() };

@@ -6,7 +6,6 @@ use std::time::Instant;
 use anyhow::{Context, ensure};
 use matkv_api::Client;
 use matkv_api::v1::GenerateRequest;
-use matkv_config::Resolved;
 
 use super::Bench;
 use super::model::CHUNK;
@@ -14,7 +13,7 @@ use super::workload::{Corpus, pieces};
 use crate::ask::{Answer, generate};
 use crate::bench::ingest_all;
 use crate::figures::Figure;
-use crate::pair::{Pair, private};
+use crate::pair::with_private;
 
 /// Requests that `pipeline.queue` takes at most; all of a run are there from its beginning.
 const QUEUE: usize = 64;
@@ -147,18 +146,13 @@ impl Bench<'_> {
         rate: u64,
         work: impl AsyncFnOnce(Client) -> anyhow::Result<Run>,
     ) -> anyhow::Result<Run> {
-        let runtime = tempfile::tempdir()?;
         let settings = [
             ("log.level", "error".to_owned()),
             ("pipeline.overlap", overlap.to_string()),
             ("pipeline.queue", QUEUE.to_string()),
             ("io.throttle", rate.to_string()),
         ];
-        let resolved: Resolved = private(self.resolved, runtime.path(), store, &settings)?;
-        let mut pair = Pair::start(&resolved)?;
-        let worked = async { work(pair.ready(&resolved.config).await?).await }.await;
-        pair.stop()?;
-        worked
+        with_private(self.resolved, store, &settings, work).await
     }
 }
 

@@ -22,7 +22,7 @@ use crate::ask::{Answer, generate};
 use crate::bench::ingest_all;
 use crate::figures::Figure;
 use crate::fio;
-use crate::pair::{Pair, private};
+use crate::pair::with_private;
 
 /// Chunks in the prompt.
 const CHUNKS: usize = 4;
@@ -88,17 +88,10 @@ pub async fn ask_cold(client: &Client, mode: &str, files: &[PathBuf]) -> anyhow:
 
 impl Bench<'_> {
     pub async fn serving(&mut self) -> anyhow::Result<()> {
-        let (runtime, store) = (tempfile::tempdir()?, self.scratch()?);
+        let (resolved, store) = (self.resolved, self.scratch()?);
         let settings = [("log.level", "warn".to_owned())];
-        let resolved = private(self.resolved, runtime.path(), store.path(), &settings)?;
-        let mut pair = Pair::start(&resolved)?;
-        let measured = async {
-            let client = pair.ready(&resolved.config).await?;
-            self.serve(client).await
-        }
-        .await;
-        pair.stop()?;
-        measured
+        let serve = async |client| self.serve(client).await;
+        with_private(resolved, store.path(), &settings, serve).await
     }
 
     /// A corpus of whole chunks, the first of which are ingested, and the prompt of the question.

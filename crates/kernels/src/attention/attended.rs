@@ -4,7 +4,7 @@
 //! Scores are those of attention, bit for bit. Sums are in a fixed order: query rows of a task one
 //! after the other, then tasks.
 
-use super::{Attention, Layer, LayerInput, Out, QUERY_ROWS, Rows};
+use super::{Attention, Layer, LayerInput, Out, Rows, row_tasks};
 use crate::block::{BLOCK_ROWS, Queries, Scratch, score_block};
 use crate::isa::dispatch;
 use crate::lanes::{LANES, Lanes};
@@ -27,15 +27,7 @@ impl Attention<'_> {
         // Nothing is written through these.
         let (out, partials) = (Out::F32(std::ptr::null_mut()), std::ptr::null_mut());
         let layer = &Layer { plan: self, layer, input: &input, out, partials };
-        let rows = job.positions.len();
-        let of_head = |kv_head| {
-            (0..rows).step_by(QUERY_ROWS).map(move |first| Rows {
-                kv_head,
-                first,
-                count: QUERY_ROWS.min(rows - first),
-            })
-        };
-        let tasks: Vec<Rows> = (0..self.g.kv_heads).flat_map(of_head).collect();
+        let tasks: Vec<Rows> = row_tasks(self.g.kv_heads, job.positions.len()).collect();
         let width = job.blocks.len() * BLOCK_ROWS;
         let mut parts = vec![0.0; tasks.len() * width];
         team::for_each_part(&mut parts, width, |task, out| layer.weigh(tasks[task], out));

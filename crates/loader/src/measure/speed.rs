@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use matkv_config::Config;
 use matkv_format::{ChunkFile, Superblock};
-use matkv_kernels::team;
 use matkv_model::{
     Detokenizer, ForwardRow, LanguageModel, Phase, PromptTexts, Segment, Source, Step, Team,
     model_path,
@@ -17,7 +16,7 @@ use super::load::add;
 use super::machine;
 use super::text;
 use crate::chunk_spec::ChunkSpec;
-use crate::compile::restore;
+use crate::compile::{encode, restore};
 
 /// Rows of one call, as the loader computes them.
 const ROWS_PER_CALL: usize = 256;
@@ -178,11 +177,8 @@ impl Speed {
         let expect = spec.expectation(self.id(tokens), tokens);
         let dtype = self.encoding.dtype;
         let mut file = vec![0; ChunkFile::len(shape, dtype, tokens.len())];
-        let layers = |kv: &mut [u8], stride: usize, encode: &(dyn Fn(usize, &mut [u8]) + Sync)| {
-            team::for_each_part(kv, stride, encode);
-        };
-        let encode = || ChunkFile::encode_with(&mut rows.bytes, &mut file, &expect, dtype, layers);
-        let found = self.team.install(encode).map_err(text)?;
+        let encoded = || encode(&mut rows.bytes, &mut file, &expect, dtype);
+        let found = self.team.install(encoded).map_err(text)?;
         if self.encoding.codec == matkv_types::Codec::None {
             return Ok(file);
         }
