@@ -15,9 +15,16 @@ use crate::reply::{Reply, ask};
 use crate::separate::at_rest;
 use crate::wait::until;
 
-/// Settings of every server here; a test's own come after them.
-const SETTINGS: [&str; 4] =
-    ["chunker.chunk_size=128", "arena.size=128MiB", "log.level=warn", "pipeline.max_new_tokens=16"];
+/// Settings of every server here; a test's own come after them. With patience, as chunks of so few
+/// tokens may well be computed faster than a busy machine loads them, and tests ask where they came
+/// from.
+const SETTINGS: [&str; 5] = [
+    "chunker.chunk_size=128",
+    "arena.size=128MiB",
+    "log.level=warn",
+    "pipeline.max_new_tokens=16",
+    "io.patience=0",
+];
 
 /// Where the models are: `<cache>/models/<name>/<file>`.
 fn cache_dir() -> PathBuf {

@@ -70,6 +70,8 @@ pub struct Config {
     pub io_throttle: u64,
     /// Longest a load may take; then the chunk is computed.
     pub io_deadline: Duration,
+    /// How many times as long as computing a chunk loading it may take; 0 for any.
+    pub io_patience: u32,
     /// Threads that verify and decode what has been read; 0 for one per core.
     pub io_threads: usize,
     /// How the directories of flash are used together.
@@ -204,6 +206,7 @@ impl Default for Config {
             io_sqpoll: false,
             io_throttle: 0,
             io_deadline: Duration::from_secs(10),
+            io_patience: 2,
             io_threads: 0,
             storage_type: StorageType::Single,
             storage_dirs: Vec::new(),

@@ -328,6 +328,13 @@ pub static SETTINGS: &[Setting] = &[
         show_time
     ),
     setting!(
+        "io.patience",
+        "a chunk is computed if loading it takes so many times as long; 0: only at the deadline",
+        io_patience,
+        parse,
+        u32::to_string
+    ),
+    setting!(
         "io.threads",
         "threads that verify and decode what was read; 0 for one per core",
         io_threads,

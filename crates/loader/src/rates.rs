@@ -16,9 +16,6 @@ pub(crate) enum Kind {
     Compute,
 }
 
-/// A load must take this much longer than computing before a chunk is computed: a load leaves the
-/// cores to others, and estimates of short times are rough.
-const MARGIN: f64 = 2.0;
 const KINDS: usize = 4;
 /// Weight of a new measurement.
 const WEIGHT: f64 = 0.2;
@@ -35,6 +32,9 @@ struct Rate {
 /// Measured rates.
 #[derive(Default)]
 pub(crate) struct Rates {
+    /// How many times as long as computing a load may take before a chunk is computed: a load
+    /// leaves the cores to others, and estimates of short times are rough. 0: as long as it likes.
+    patience: u32,
     rates: Mutex<[Rate; KINDS]>,
     /// When the last of each kind ended.
     ended: Mutex<[Option<Instant>; KINDS]>,
@@ -42,6 +42,11 @@ pub(crate) struct Rates {
 }
 
 impl Rates {
+    /// Nothing measured yet.
+    pub fn new(patience: u32) -> Self {
+        Self { patience, ..Self::default() }
+    }
+
     /// Takes a measurement in.
     pub fn measured(&self, kind: Kind, units: u64, spent: Duration) {
         if units == 0 {
@@ -77,7 +82,7 @@ impl Rates {
     pub fn prefer_computing(&self, kind: Kind, bytes: u64, rows: usize) -> Option<(u64, u64)> {
         let load = self.seconds(kind, bytes)?;
         let compute = self.seconds(Kind::Compute, rows as u64)?;
-        if load <= MARGIN * compute {
+        if self.patience == 0 || load <= f64::from(self.patience) * compute {
             return None;
         }
         let mut skipped = self.skipped.lock().unwrap_or_else(PoisonError::into_inner);
@@ -107,7 +112,7 @@ mod tests {
 
     #[test]
     fn what_is_slower_is_not_done_but_tried_now_and_then() {
-        let rates = Rates::default();
+        let rates = Rates::new(2);
         assert_eq!(rates.prefer_computing(Kind::Cold, 1000, 10), None, "nothing measured");
         for _ in 0..3 {
             rates.measured(Kind::Cold, 1000, Duration::from_secs(3));
@@ -121,5 +126,18 @@ mod tests {
             rates.measured(Kind::Cold, 1000, Duration::from_millis(10));
         }
         assert_eq!(rates.prefer_computing(Kind::Cold, 1000, 10), None);
+    }
+
+    #[test]
+    fn patience_decides_what_is_slower() {
+        for (patience, computed) in [(0, false), (2, true), (4, false)] {
+            let rates = Rates::new(patience);
+            for _ in 0..3 {
+                rates.measured(Kind::Flash, 1000, Duration::from_secs(3));
+                rates.measured(Kind::Compute, 10, Duration::from_secs(1));
+            }
+            let found = rates.prefer_computing(Kind::Flash, 1000, 10);
+            assert_eq!(found.is_some(), computed, "{patience}");
+        }
     }
 }

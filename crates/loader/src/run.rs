@@ -111,7 +111,7 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         arena,
         geometry,
         self_test: SelfTest::new(&model, fingerprint).map_err(LoaderError::Setup)?,
-        rates: Rates::default(),
+        rates: Rates::new(config.io_patience),
     };
     team.install(|| SelfTest::prepare(&core, &prefix));
     Ok(Opened {
