@@ -80,6 +80,11 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
     let index = Box::new(HannoyIndex::open(&store)?);
     let geometry = Geometry::new(config.arena_bytes as usize);
     let segment = Segment::create(&segment_name(&config.runtime_dir), geometry.segment_bytes())?;
+    tracing::info!(
+        "arena of {}, {} in huge pages",
+        matkv_config::format_bytes(segment.region().len() as u64),
+        matkv_config::format_bytes(segment.huge_bytes() as u64)
+    );
     let header = Header::initialize(segment.region(), geometry, fingerprint, 0)?;
     let arena = Arena::new(segment.region(), geometry.arena());
     let team = compute_team(config)?;

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use matkv_kernels::{PackedMatrix, QuantMatrix, SharedBytes};
-use matkv_sys::{FileLock, FileMapping, SysError, sync_directory};
+use matkv_sys::{FileLock, FileMapping, SysError, evict_page_cache, sync_directory};
 use matkv_types::{Digest, LengthPrefixedHasher, align_up};
 
 use crate::error::Result;
@@ -182,6 +182,8 @@ impl<'p> WeightsDir<'p> {
         file.set_permissions(std::fs::Permissions::from_mode(mode))?;
         file.sync_data()?;
         std::fs::rename(&temp, path)?;
+        // As written it is cached in small pages: see `FileMapping::open`.
+        let _ = evict_page_cache(path);
         sync_directory(&self.dir).map_err(std::io::Error::other)
     }
 

@@ -14,6 +14,7 @@ mod doorbell;
 mod error;
 mod fault;
 mod files;
+mod huge;
 mod lmdb;
 mod mapping;
 mod pidfd;

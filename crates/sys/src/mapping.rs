@@ -4,21 +4,14 @@
 //! its mapping is a SIGBUS, one that changes breaks what `&[u8]` promises.
 
 use std::fs::File;
-use std::os::fd::AsRawFd;
 use std::path::Path;
 
 use crate::error::{Result, SysError};
+use crate::files::evict_page_cache;
+use crate::huge::SharedMapping;
 
 /// A whole file, mapped read-only and shared.
-pub struct FileMapping {
-    base: *const u8,
-    len: usize,
-}
-
-// SAFETY: the pages are only read, and unmapped when the last owner drops them.
-unsafe impl Send for FileMapping {}
-// SAFETY: as above.
-unsafe impl Sync for FileMapping {}
+pub struct FileMapping(SharedMapping);
 
 impl FileMapping {
     /// Maps `path` and brings its pages in, so that the first use waits for nothing.
@@ -27,40 +20,32 @@ impl FileMapping {
     /// If it cannot be opened or mapped, or is empty.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(|e| SysError::file("open", path, e))?;
-        let meta = file.metadata().map_err(|e| SysError::file("stat", path, e))?;
-        let len = meta.len() as usize;
-        // SAFETY: a fresh mapping chosen by the kernel; the descriptor may close afterwards.
-        let base = unsafe {
-            let (prot, flags) = (libc::PROT_READ, libc::MAP_SHARED);
-            libc::mmap(std::ptr::null_mut(), len, prot, flags, file.as_raw_fd(), 0)
-        };
-        if base == libc::MAP_FAILED {
-            return Err(SysError::file("map", path, std::io::Error::last_os_error()));
-        }
-        // SAFETY: the mapping just made.
-        unsafe {
-            // Where the file system has large folios, what is read now comes in huge pages; a hint.
-            libc::madvise(base, len, libc::MADV_HUGEPAGE);
-            // Before Linux 5.14 pages are read ahead instead, and come in at first use.
-            if libc::madvise(base, len, libc::MADV_POPULATE_READ) != 0 {
-                libc::madvise(base, len, libc::MADV_WILLNEED);
+        let len = file.metadata().map_err(|e| SysError::file("stat", path, e))?.len() as usize;
+        let mapped = || {
+            let mapping = SharedMapping::new(&file, len, libc::PROT_READ)?;
+            if !mapping.populate(libc::MADV_POPULATE_READ) {
+                mapping.populate(libc::MADV_WILLNEED);
             }
+            Ok(mapping)
+        };
+        let err = |e| SysError::file("map", path, e);
+        let mut mapping = mapped().map_err(err)?;
+        if mapping.huge_bytes() == 0 {
+            // What the cache has in small pages, from when the file was written, stays so. Read
+            // through a mapping that asks for huge pages it comes in them, where the file system
+            // has large folios. Pages that others map are not evicted.
+            drop(mapping);
+            let _ = evict_page_cache(path);
+            mapping = mapped().map_err(err)?;
         }
-        Ok(Self { base: base.cast(), len })
+        Ok(Self(mapping))
     }
 }
 
 impl AsRef<[u8]> for FileMapping {
     fn as_ref(&self) -> &[u8] {
-        // SAFETY: `len` mapped bytes as long as this lives; nobody writes the file any more.
-        unsafe { std::slice::from_raw_parts(self.base, self.len) }
-    }
-}
-
-impl Drop for FileMapping {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `open` with this length, and nobody borrows from it any more.
-        unsafe { libc::munmap(self.base.cast_mut().cast(), self.len) };
+        // SAFETY: mapped bytes as long as this lives; nobody writes the file any more.
+        unsafe { std::slice::from_raw_parts(self.0.base(), self.0.len()) }
     }
 }
 

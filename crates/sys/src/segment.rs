@@ -4,18 +4,21 @@
 //! does: pages are allocated and touched before the segment is used (a full tmpfs is an error
 //! here, not a SIGBUS later), and a stale name is unlinked by the owner of the lock file.
 
+use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
 use shared_memory::{Shmem, ShmemConf};
 
 use crate::error::{Result, SysError};
+use crate::huge::SharedMapping;
 use crate::region::{Backing, Region};
 
+/// Dropped before the segment's file is: mappings first, in order of the fields.
 struct Mapping {
+    _writable: SharedMapping,
+    _read_only: SharedMapping,
     _shmem: Shmem,
-    read_only: *mut libc::c_void,
-    len: usize,
 }
 
 // SAFETY: `Shmem` holds a pointer and a descriptor, both usable from any thread; it is only kept
@@ -26,17 +29,11 @@ unsafe impl Sync for Mapping {}
 
 impl Backing for Mapping {}
 
-impl Drop for Mapping {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `read_only_mapping` with this length.
-        unsafe { libc::munmap(self.read_only, self.len) };
-    }
-}
-
 /// A segment in /dev/shm. The creator removes the name when it drops it.
 pub struct Segment {
     region: Arc<Region>,
     name: String,
+    huge_bytes: usize,
 }
 
 impl Segment {
@@ -58,10 +55,6 @@ impl Segment {
                 "{len} bytes cannot be allocated ({e}); lower arena.size or enlarge /dev/shm"
             ))
         })?;
-        // SAFETY: the mapping is `len` bytes of allocated shared memory.
-        let rc = unsafe { libc::madvise(shmem.as_ptr().cast(), len, libc::MADV_POPULATE_WRITE) };
-        // Before Linux 5.14 pages are touched at first use instead; nothing else changes.
-        let _ = rc;
         Self::finish(name, shmem, len)
     }
 
@@ -83,17 +76,33 @@ impl Segment {
     }
 
     fn finish(name: &str, shmem: Shmem, len: usize) -> Result<Self> {
-        let read_only = read_only_mapping(name, len)?;
-        let base = shmem.as_ptr();
-        let backing = Box::new(Mapping { _shmem: shmem, read_only, len });
+        let path = shm_path(name);
+        let err = |action| move |e| SysError::file(action, shm_path(name), e);
+        let file = File::options().read(true).write(true).open(&path).map_err(err("open"))?;
+        // The crate maps the segment at an address where no huge page fits, and that mapping is
+        // never touched.
+        let writable = SharedMapping::new(&file, len, libc::PROT_READ | libc::PROT_WRITE)
+            .map_err(err("map"))?;
+        let read_only = SharedMapping::new(&file, len, libc::PROT_READ).map_err(err("map"))?;
+        writable.collapse();
+        writable.populate(libc::MADV_POPULATE_WRITE);
+        read_only.populate(libc::MADV_POPULATE_READ);
+        let (base, shown) = (writable.base(), read_only.base().cast_const());
+        let huge_bytes = read_only.huge_bytes();
+        let backing = Mapping { _writable: writable, _read_only: read_only, _shmem: shmem };
         // SAFETY: both mappings cover `len` bytes and live as long as the backing.
-        let region = unsafe { Region::new(base, read_only.cast(), len, backing) };
-        Ok(Self { region, name: name.to_owned() })
+        let region = unsafe { Region::new(base, shown, len, Box::new(backing)) };
+        Ok(Self { region, name: name.to_owned(), huge_bytes })
     }
 
     /// The memory.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
+    }
+
+    /// How much of it is read through huge pages.
+    pub fn huge_bytes(&self) -> usize {
+        self.huge_bytes
     }
 
     /// Removes the name; the memory goes with its last mapping. For an orderly end, where handles
@@ -114,22 +123,10 @@ fn shm_path(name: &str) -> std::path::PathBuf {
 
 fn allocate(name: &str, len: usize) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
-    let file = std::fs::OpenOptions::new().read(true).write(true).open(shm_path(name))?;
+    let file = File::options().read(true).write(true).open(shm_path(name))?;
     // SAFETY: a valid descriptor; the call has no memory effects in this process.
     let rc = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len as libc::off_t) };
     if rc == 0 { Ok(()) } else { Err(std::io::Error::from_raw_os_error(rc)) }
-}
-
-fn read_only_mapping(name: &str, len: usize) -> Result<*mut libc::c_void> {
-    use std::os::fd::AsRawFd;
-    let path = shm_path(name);
-    let file = std::fs::File::open(&path).map_err(|e| SysError::file("open", &path, e))?;
-    // SAFETY: a fresh mapping chosen by the kernel; the descriptor may close afterwards.
-    let p = unsafe {
-        let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
-        libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, flags, file.as_raw_fd(), 0)
-    };
-    if p == libc::MAP_FAILED { Err(SysError::last("mmap read-only")) } else { Ok(p) }
 }
 
 /// Bytes the segments whose names start with `prefix` take in /dev/shm.
@@ -163,6 +160,17 @@ mod tests {
         assert!(Segment::open(&name, 1 << 20).is_ok(), "the peer does not remove the name");
         drop(owner);
         assert!(Segment::open(&name, 1 << 20).is_err(), "the owner does");
+    }
+
+    #[test]
+    fn both_sides_have_huge_pages_where_there_are_any() {
+        let name = format!("matkv-test-pages-{}", std::process::id());
+        let owner = Segment::create(&name, 8 << 20).unwrap();
+        let peer = Segment::open(&name, 8 << 20).unwrap();
+        if owner.huge_bytes() == 0 {
+            return eprintln!("skipped: the kernel gives shared memory no huge pages");
+        }
+        assert_eq!([owner.huge_bytes(), peer.huge_bytes()], [8 << 20; 2]);
     }
 
     #[test]
