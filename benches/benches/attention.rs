@@ -1,5 +1,5 @@
 //! Attention over stored rows of each type, median time of a layer:
-//! `cargo bench --bench attention`.
+//! `cargo bench --bench attention`, or of some: `… -- int8 bf16 512`.
 
 use std::time::Instant;
 
@@ -28,11 +28,16 @@ fn section(layout: &KvLayout) -> Vec<u8> {
 fn main() {
     let isa = Isa::detect();
     println!("{}, {} threads, {CONTEXT} rows of context", isa.name(), team::threads());
+    let wanted: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     for dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
         let layout = KvLayout::new(SHAPE, dtype, CONTEXT);
         let section = section(&layout);
         for precision in Precision::ALL {
-            for rows in [1, 512] {
+            for rows in [1, 24, 512] {
+                let names = [dtype.to_string(), precision.to_string(), rows.to_string()];
+                if !wanted.iter().all(|w| names.contains(w)) {
+                    continue;
+                }
                 let width = HEADS * SHAPE.head_dim;
                 let queries: Vec<f32> =
                     (0..rows * width).map(|i| (i * 7919 % 1009) as f32 / 4036.0 - 0.125).collect();
@@ -50,7 +55,7 @@ fn main() {
                 let job = AttentionJob { segments: vec![view], positions: positions.clone() };
                 let mut attention = Attention::new(isa, precision, HEADS, [job]);
                 let queries = [queries];
-                for i in 0..if rows == 1 { 600 } else { 12 } {
+                for i in 0..if rows < 512 { 600 } else { 24 } {
                     let started = Instant::now();
                     let input = LayerInput { own: &[], queries: &queries };
                     attention.run(i % SHAPE.layers, |_| input, out.as_mut());

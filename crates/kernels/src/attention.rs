@@ -28,6 +28,12 @@ const SPLIT_CONTEXT_ROWS: usize = 4;
 /// Up to this many queries of a head, rows of KV are asked for ahead.
 const AHEAD_ROWS: usize = 24;
 
+/// What queries are multiplied with before they are scored: `1/√head_dim`, and `log₂ e`, as softmax
+/// is computed with powers of 2.
+pub fn query_scale(head_dim: usize) -> f32 {
+    std::f32::consts::LOG2_E / (head_dim as f32).sqrt()
+}
+
 /// A KV section whose layers are there one after the other.
 pub trait Layers: Sync {
     /// The bytes of a layer; it is asked for when the layer before has been computed.
@@ -75,7 +81,7 @@ pub struct AttentionJob<'a> {
 pub struct LayerInput<'a> {
     /// Its own KV section.
     pub own: &'a [u8],
-    /// For each rotation `[query rows][heads · head_dim]`, scaled by `1/√head_dim`.
+    /// For each rotation `[query rows][heads · head_dim]`, times [`query_scale`].
     pub queries: &'a [Vec<f32>],
 }
 

@@ -7,15 +7,14 @@
 //! Twelve query rows go through scores, softmax and weighted sum before the next twelve, so that
 //! their scores stay in L1; K and V of the block come from L2.
 
-use matkv_types::{KvDtype, Precision, bf16_to_f32};
+use matkv_types::{KvDtype, Precision};
 
 use crate::isa::dispatch;
 use crate::lanes::{LANES, Lanes};
 use crate::micro;
 use crate::product::{DotBf16, DotInt, Exact};
-use crate::quantize::quantize;
 use crate::scores::{plain_scores, quantized_scores, scaled_scores};
-use crate::softmax::softmax;
+use crate::softmax::{softmax, softmax_integers, softmax_scaled};
 use crate::values::{pv, weighted_sum};
 
 /// KV rows of a block: 256 bf16 rows of 64 dimensions are 32 KiB of K and of V.
@@ -53,9 +52,9 @@ pub(crate) struct Block {
 pub(crate) struct Partial<'a> {
     /// Unnormalized output `[m][head_dim]`.
     pub out: &'a mut [f32],
-    /// Largest score of each row; −∞ if the row sees nothing of the block.
+    /// Largest score of each row, as a power of 2; −∞ if the row sees nothing of the block.
     pub max: &'a mut [f32],
-    /// Sum of `e^(score − max)`.
+    /// Sum of `2^(score − max)`.
     pub sum: &'a mut [f32],
 }
 
@@ -83,6 +82,8 @@ pub(crate) struct Scratch {
     pub queries: [f32; micro::ROWS * HEAD_DIM_MAX],
     /// The same in 16 bits, bf16 or integers.
     pub queries_16: [u16; micro::ROWS * HEAD_DIM_MAX],
+    /// int8: queries times the block's largest K scales, as integers.
+    pub queries_int: [i16; micro::ROWS * HEAD_DIM_MAX],
     /// What the integers of a row are multiplied with.
     pub factors: [f32; micro::ROWS],
     /// int8: V scales of the block.
@@ -96,6 +97,7 @@ impl Default for Scratch {
             weights: [0; _],
             queries: [0.0; _],
             queries_16: [0; _],
+            queries_int: [0; _],
             factors: [0.0; _],
             v_scales: [0.0; _],
         }
@@ -152,9 +154,12 @@ unsafe fn attend_block_body<L: Lanes>(
     partial: &mut Partial<'_>,
 ) {
     if block.dtype == KvDtype::Int8 {
-        for (i, scale) in scratch.v_scales.iter_mut().enumerate().take(block.hi) {
-            // SAFETY: every row below `hi` has a scale.
-            *scale = bf16_to_f32(unsafe { block.v_scales.add(i).read_unaligned() });
+        for row in (0..block.hi).step_by(LANES) {
+            // SAFETY: every row of a tile has a scale, and `scratch` room for it.
+            unsafe {
+                let scales = L::load_bf16(block.v_scales.add(row));
+                L::store(scratch.v_scales.as_mut_ptr().add(row), scales);
+            }
         }
     }
     let (m, dim) = (queries.visible.len(), queries.dim);
@@ -191,39 +196,37 @@ unsafe fn few_rows<L: Lanes>(
     let in_place = scratch.scores.as_mut_ptr();
     let apart = scratch.weights.as_mut_ptr();
     // SAFETY: `hi ≤ block.hi`; same contract. The casts are to the element type the slot's
-    // encoding names; `scratch` has room for twelve rows of scores and of weights.
+    // encoding names; `scratch` has room for twelve rows of scores and of weights, and factors for
+    // as many.
     unsafe {
         block_scores::<L>(precision, queries, block, hi, scratch);
         match (block.dtype, precision) {
             (KvDtype::F32, _) => {
-                softmax::<L, f32>(queries, block.lo, hi, None, in_place, in_place, partial);
+                softmax::<L, f32>(queries, block.lo, hi, in_place, in_place, partial);
                 weighted_sum::<L, Exact<f32>>(queries, block, hi, in_place, partial);
             }
             (KvDtype::Int8, Precision::Exact) => {
-                let scales = Some(&scratch.v_scales);
-                softmax::<L, f32>(queries, block.lo, hi, scales, in_place, in_place, partial);
+                let scales = &scratch.v_scales;
+                softmax_scaled::<L>(queries, block.lo, hi, scales, in_place, partial);
                 weighted_sum::<L, Exact<i8>>(queries, block, hi, in_place, partial);
             }
             (KvDtype::Int8, Precision::Bf16) => {
-                let scales = Some(&scratch.v_scales);
-                softmax::<L, f32>(queries, block.lo, hi, scales, in_place, in_place, partial);
-                for i in 0..queries.visible.len() {
-                    let (row, weights) = (in_place.add(i * BLOCK_ROWS), apart.add(i * BLOCK_ROWS));
-                    scratch.factors[i] =
-                        quantize::<L>(row, hi.next_multiple_of(LANES), weights.cast());
-                }
+                let scales = &scratch.v_scales;
+                let (codes, factors) = (apart.cast(), scratch.factors.as_mut_ptr());
+                let out = (codes, factors);
+                softmax_integers::<L>(queries, block.lo, hi, scales, in_place, out, partial);
                 // Weights outside the segment are 0, and 0 times any integer is 0: no edges.
                 let pairs = block.lo / 2..hi.div_ceil(2);
                 let v = block.v.cast::<i8>().add(pairs.start * 2 * queries.dim);
-                let weights = (apart.cast_const().cast(), scratch.factors.as_ptr());
+                let weights = (codes.cast_const(), factors.cast_const());
                 pv::<L, DotInt>(queries, v, pairs, weights, false, partial);
             }
             (_, Precision::Exact) => {
-                softmax::<L, f32>(queries, block.lo, hi, None, in_place, in_place, partial);
+                softmax::<L, f32>(queries, block.lo, hi, in_place, in_place, partial);
                 weighted_sum::<L, Exact<u16>>(queries, block, hi, in_place, partial);
             }
             (_, Precision::Bf16) => {
-                softmax::<L, u16>(queries, block.lo, hi, None, in_place, apart, partial);
+                softmax::<L, u16>(queries, block.lo, hi, in_place, apart, partial);
                 weighted_sum::<L, DotBf16>(queries, block, hi, apart, partial);
             }
         }

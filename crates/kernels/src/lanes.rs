@@ -35,8 +35,10 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// To the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// `2^n` for lanes that hold integers in −126…127.
-    unsafe fn exp2i(n: Self::V) -> Self::V;
+    /// `p · 2^n` for `p` in 0.7…1.5 and lanes of `n` that hold integers in −125…127.
+    unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V;
+    /// Widens sixteen bf16.
+    unsafe fn load_bf16(p: *const u16) -> Self::V;
     /// Widens 32 interleaved bf16 values into the even-index and odd-index lanes.
     unsafe fn load_bf16_pair(p: *const u16) -> (Self::V, Self::V);
     /// Widens 32 interleaved 8-bit integers into the even-index and odd-index lanes.
@@ -66,6 +68,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
     /// Rounds values of magnitude at most 32,767 to integers, ties to even.
     unsafe fn store_i16(p: *mut i16, v: Self::V);
+    /// `out = ⌊(a · b + 2¹⁴) / 2¹⁵⌋` for thirty-two 16-bit integers above −32,768.
+    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16);
     /// Keeps lanes `lo..hi` of `v`; the others become `other`.
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V;
 
@@ -98,25 +102,41 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
         a.iter().fold(f32::NEG_INFINITY, |m, &x| if x > m { x } else { m })
     }
 
-    /// `e^x`, relative error below 2e-7, for `x ≤ 88`; below −87 the result is `e^−87`.
-    ///
-    /// Range reduction `x = (n + f) ln 2` with `|f| ≤ 1/2`; `2^f` is its Taylor polynomial of
-    /// degree six (the next term is at most 1.2e-7).
+    /// `e^x`, relative error below 6e-7, for `x ≤ 88`; below −86 the result is `e^−86`.
     #[inline(always)]
     unsafe fn exp(x: Self::V) -> Self::V {
         // SAFETY: forwarded feature requirement.
         unsafe {
-            let x = Self::max(x, Self::splat(-87.0));
+            let x = Self::max(x, Self::splat(-86.0));
             let log2e = Self::splat(std::f32::consts::LOG2_E);
             let n = Self::round(Self::mul(x, log2e));
-            let minus_n = Self::sub(Self::splat(0.0), n);
-            let f = Self::fma(x, log2e, minus_n);
-            let mut p = Self::splat(1.540_353e-4);
-            for c in [1.333_355_8e-3, 9.618_129e-3, 5.550_411e-2, 2.402_265e-1, 6.931_472e-1] {
+            let f = Self::fma(x, log2e, Self::sub(Self::splat(0.0), n));
+            Self::scale_2(Self::exp2_fraction(f), n)
+        }
+    }
+
+    /// `2^x`, relative error below 6e-7, for `x ≤ 127`; below −125 the result is `2^−125`.
+    #[inline(always)]
+    unsafe fn exp2(x: Self::V) -> Self::V {
+        // SAFETY: forwarded feature requirement.
+        unsafe {
+            let x = Self::max(x, Self::splat(-125.0));
+            let n = Self::round(x);
+            Self::scale_2(Self::exp2_fraction(Self::sub(x, n)), n)
+        }
+    }
+
+    /// `2^f` for `|f| ≤ 1/2`, and 1 for 0: of the polynomials of degree five with a constant of 1
+    /// the one whose largest relative error is smallest, 4.3e-7 (Remez' exchange).
+    #[inline(always)]
+    unsafe fn exp2_fraction(f: Self::V) -> Self::V {
+        // SAFETY: forwarded feature requirement.
+        unsafe {
+            let mut p = Self::splat(1.112_548_4e-3);
+            for c in [9.666_282e-3, 5.557_400_6e-2, 2.402_235_1e-1, 6.931_428_3e-1, 1.0] {
                 p = Self::fma(p, f, Self::splat(c));
             }
-            p = Self::fma(p, f, Self::splat(1.0));
-            Self::mul(p, Self::exp2i(n))
+            p
         }
     }
 }
@@ -188,8 +208,14 @@ unsafe impl Lanes for Portable {
         a.map(f32::round_ties_even)
     }
     #[inline(always)]
-    unsafe fn exp2i(n: Self::V) -> Self::V {
-        n.map(|x| f32::from_bits(((x as i32 + 127) << 23) as u32))
+    unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V {
+        map2(p, n, |p, n| p * f32::from_bits(((n as i32 + 127) << 23) as u32))
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        // SAFETY: the caller gives 16 readable elements.
+        let raw = unsafe { p.cast::<[u16; LANES]>().read_unaligned() };
+        raw.map(|x| f32::from_bits(u32::from(x) << 16))
     }
     #[inline(always)]
     unsafe fn load_bf16_pair(p: *const u16) -> (Self::V, Self::V) {
@@ -262,6 +288,15 @@ unsafe impl Lanes for Portable {
     unsafe fn store_i16(p: *mut i16, v: Self::V) {
         // SAFETY: the caller gives 16 writable elements.
         unsafe { p.cast::<[i16; LANES]>().write_unaligned(v.map(|x| x.round_ties_even() as i16)) }
+    }
+    #[inline(always)]
+    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16) {
+        // SAFETY: the caller gives 32 elements each.
+        unsafe {
+            let [a, b] = [a, b].map(|p| p.cast::<[i16; 2 * LANES]>().read_unaligned());
+            let high = |i| ((i32::from(a[i]) * i32::from(b[i]) + (1 << 14)) >> 15) as i16;
+            out.cast::<[i16; 2 * LANES]>().write_unaligned(std::array::from_fn(high));
+        }
     }
     #[inline(always)]
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V {

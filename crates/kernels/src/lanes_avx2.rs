@@ -62,11 +62,21 @@ unsafe impl Lanes for Avx2 {
         unsafe { [_mm256_round_ps::<8>(a[0]), _mm256_round_ps::<8>(a[1])] }
     }
     #[inline(always)]
-    unsafe fn exp2i(n: Self::V) -> Self::V {
+    unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V {
         unsafe {
-            n.map(|half| {
+            let power = n.map(|half| {
                 let bits = _mm256_add_epi32(_mm256_cvtps_epi32(half), _mm256_set1_epi32(127));
                 _mm256_castsi256_ps(_mm256_slli_epi32::<23>(bits))
+            });
+            Self::mul(p, power)
+        }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
+        unsafe {
+            [p, p.add(8)].map(|p| {
+                let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
             })
         }
     }
@@ -173,6 +183,16 @@ unsafe impl Lanes for Avx2 {
             let whole = v.map(|half| _mm256_cvtps_epi32(half));
             let packed = _mm256_packs_epi32(whole[0], whole[1]);
             _mm256_storeu_si256(p.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16) {
+        unsafe {
+            for i in [0, LANES] {
+                let a = _mm256_loadu_si256(a.add(i).cast());
+                let b = _mm256_loadu_si256(b.add(i).cast());
+                _mm256_storeu_si256(out.add(i).cast(), _mm256_mulhrs_epi16(a, b));
+            }
         }
     }
     #[inline(always)]

@@ -85,10 +85,14 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
         unsafe { _mm512_roundscale_ps::<8>(a) }
     }
     #[inline(always)]
-    unsafe fn exp2i(n: Self::V) -> Self::V {
+    unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V {
+        unsafe { _mm512_scalef_ps(p, n) }
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const u16) -> Self::V {
         unsafe {
-            let bits = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(bits))
+            let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
+            _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
         }
     }
     #[inline(always)]
@@ -193,6 +197,13 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     #[inline(always)]
     unsafe fn store_i16(p: *mut i16, v: Self::V) {
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v))) }
+    }
+    #[inline(always)]
+    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16) {
+        unsafe {
+            let (a, b) = (_mm512_loadu_si512(a.cast()), _mm512_loadu_si512(b.cast()));
+            _mm512_storeu_si512(out.cast(), _mm512_mulhrs_epi16(a, b));
+        }
     }
     #[inline(always)]
     unsafe fn sum(v: Self::V) -> f32 {

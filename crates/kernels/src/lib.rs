@@ -37,7 +37,9 @@ mod totals;
 mod values;
 
 pub use activations::{Activations, ActivationsMut};
-pub use attention::{Attention, AttentionJob, LayerInput, Layers, Section, SegmentView};
+pub use attention::{
+    Attention, AttentionJob, LayerInput, Layers, Section, SegmentView, query_scale,
+};
 pub use block::HEAD_DIM_MAX;
 pub use gemm::{gemm, gemm_add, gemm_gated};
 pub use isa::Isa;

@@ -2,14 +2,14 @@
 
 use std::ops::Range;
 
-use matkv_types::{GROUP_ROWS, bf16_to_f32};
+use matkv_types::GROUP_ROWS;
 
 use crate::activations::Stored;
 use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Queries, Scratch};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
 use crate::product::{DotInt, Exact, Product};
-use crate::quantize::factors;
+use crate::quantize::quantize;
 
 /// How far ahead of the one that is multiplied a tile is asked for.
 const TILES_AHEAD: usize = 2;
@@ -106,15 +106,16 @@ pub(crate) unsafe fn scaled_scores<L: Lanes>(
     for (group, tiles) in groups(block, hi) {
         // SAFETY: same contract; `scratch` has room for twelve query rows.
         unsafe {
-            let scales = group_scales(block, queries.dim, group);
+            let scales = group_scales::<L>(block, queries.dim, group);
             place_queries::<L, f32>(queries, Some(&scales), q);
             scores::<L, Exact<i8>>(q, queries, block, tiles, scratch);
         }
     }
 }
 
-/// The same with `q · s` rounded to 16-bit integers; a query row has one factor for the block, in
-/// which the largest of its products with any of the block's scales is the largest integer.
+/// The same in integers. A query row has one factor for the block, in which the largest of its
+/// products with the block's largest scales is the largest integer; a group's `q · s` is that integer
+/// times the group's share of the largest scale, rounded once more: off by less than one of 32,767.
 ///
 /// # Safety
 /// As for [`scaled_scores`]; every group with a row below `block.hi` has scales.
@@ -126,29 +127,33 @@ pub(crate) unsafe fn quantized_scores<L: Lanes>(
     scratch: &mut Scratch,
 ) {
     let dim = queries.dim;
+    let (mut largest, mut shares) = ([0.0f32; HEAD_DIM_MAX], [0i16; HEAD_DIM_MAX]);
     // SAFETY: same contract; `scratch` has room for twelve query rows of both types, and each
-    // row of them for `dim` elements.
+    // row of them for `dim` elements, a multiple of 32.
     unsafe {
         // Of all groups, whether these queries see them or not: a row's bits must not depend on
         // how far others see.
-        let mut largest = [0.0f32; HEAD_DIM_MAX];
-        for (group, _) in groups(block, block.hi) {
-            let scales = group_scales(block, dim, group);
-            for d in (0..dim).step_by(LANES) {
-                let top = L::max(L::load(scales.as_ptr().add(d)), L::load(largest.as_ptr().add(d)));
-                L::store(largest.as_mut_ptr().add(d), top);
+        for d in (0..dim).step_by(LANES) {
+            let mut top = L::splat(0.0);
+            for (group, _) in groups(block, block.hi) {
+                top = L::max(L::load_bf16(block.k_scales.add(group * dim + d)), top);
             }
+            L::store(largest.as_mut_ptr().add(d), top);
         }
-        normalize_queries::<L>(queries, &largest, scratch);
-        let normal = scratch.queries.as_ptr();
+        quantize_queries::<L>(queries, &largest, scratch);
+        let whole = scratch.queries_int.as_ptr();
         let codes = scratch.queries_16.as_mut_ptr().cast::<i16>();
         for (group, tiles) in groups(block, hi) {
-            let scales = group_scales(block, dim, group);
+            for d in (0..dim).step_by(LANES) {
+                // Where the largest is 0 all are.
+                let top = L::max(L::load(largest.as_ptr().add(d)), L::splat(f32::MIN_POSITIVE));
+                let share = L::div(L::load_bf16(block.k_scales.add(group * dim + d)), top);
+                L::store_i16(shares.as_mut_ptr().add(d), L::mul(share, L::splat(SHARE_MAX)));
+            }
             for i in 0..queries.visible.len() {
-                for d in (0..dim).step_by(LANES) {
+                for d in (0..dim).step_by(2 * LANES) {
                     let at = i * HEAD_DIM_MAX + d;
-                    let scaled = L::mul(L::load(normal.add(at)), L::load(scales.as_ptr().add(d)));
-                    L::store_i16(codes.add(at), scaled);
+                    L::mul_high_i16(whole.add(at), shares.as_ptr().add(d), codes.add(at));
                 }
             }
             scores::<L, DotInt>(codes, queries, block, tiles, scratch);
@@ -156,32 +161,28 @@ pub(crate) unsafe fn quantized_scores<L: Lanes>(
     }
 }
 
-/// Queries times what makes integers of them once they are scaled, and their factors.
+/// A whole share; with 15 bits behind the point 1 would be one more.
+const SHARE_MAX: f32 = 32_767.0;
+
+/// Queries times the largest scales, as integers, and their factors.
 #[inline(always)]
-unsafe fn normalize_queries<L: Lanes>(
+unsafe fn quantize_queries<L: Lanes>(
     queries: Queries<'_>,
     largest: &[f32; HEAD_DIM_MAX],
     scratch: &mut Scratch,
 ) {
     let dim = queries.dim;
     for i in 0..queries.visible.len() {
-        // SAFETY: row `i` of both has `dim` elements, a multiple of 16.
+        // SAFETY: row `i` of all of them has `dim` elements, a multiple of 16.
         unsafe {
-            let (from, to) = (
-                queries.q.as_ptr().add(i * dim),
-                scratch.queries.as_mut_ptr().add(i * HEAD_DIM_MAX),
-            );
-            let zero = L::splat(0.0);
-            let mut top = zero;
+            let from = queries.q.as_ptr().add(i * dim);
+            let scaled = scratch.queries.as_mut_ptr();
             for d in (0..dim).step_by(LANES) {
                 let v = L::mul(L::load(from.add(d)), L::load(largest.as_ptr().add(d)));
-                top = L::max(L::max(v, L::sub(zero, v)), top);
+                L::store(scaled.add(d), v);
             }
-            let (factor, inverse) = factors(L::max_lane(top));
-            scratch.factors[i] = factor;
-            for d in (0..dim).step_by(LANES) {
-                L::store(to.add(d), L::mul(L::load(from.add(d)), L::splat(inverse)));
-            }
+            let to = scratch.queries_int.as_mut_ptr().add(i * HEAD_DIM_MAX);
+            scratch.factors[i] = quantize::<L>(scaled, dim, to) * (32_768.0 / SHARE_MAX);
         }
     }
 }
@@ -198,11 +199,14 @@ fn groups(block: Block, hi: usize) -> impl Iterator<Item = (usize, Range<usize>)
 
 /// The K scales of one group, widened.
 #[inline(always)]
-unsafe fn group_scales(block: Block, dim: usize, group: usize) -> [f32; HEAD_DIM_MAX] {
+unsafe fn group_scales<L: Lanes>(block: Block, dim: usize, group: usize) -> [f32; HEAD_DIM_MAX] {
     let mut scales = [0.0f32; HEAD_DIM_MAX];
-    for (d, scale) in scales[..dim].iter_mut().enumerate() {
+    for d in (0..dim).step_by(LANES) {
         // SAFETY: the group has `dim` scales.
-        *scale = bf16_to_f32(unsafe { block.k_scales.add(group * dim + d).read_unaligned() });
+        unsafe {
+            let wide = L::load_bf16(block.k_scales.add(group * dim + d));
+            L::store(scales.as_mut_ptr().add(d), wide);
+        }
     }
     scales
 }

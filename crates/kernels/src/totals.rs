@@ -8,7 +8,7 @@ use crate::lanes::{LANES, Lanes};
 dispatch! {
     /// Adds a later partial to a running total, row by row.
     ///
-    /// `m' = max(m, mᵖ)`, and both sides are scaled by `e^(their max − m')` (Milakov and
+    /// `m' = max(m, mᵖ)`, and both sides are scaled by `2^(their max − m')` (Milakov and
     /// Gimelshein 2018, online normalizer calculation for softmax).
     ///
     /// # Safety
@@ -39,14 +39,14 @@ unsafe fn merge_body<L: Lanes>(total: &mut Partial<'_>, other: &Partial<'_>) {
     }
 }
 
-/// `e^x` for `x ≤ 0`; 0 below −87, where [`Lanes::exp`] ends.
+/// `2^x` for `x ≤ 0`; 0 below −125, where [`Lanes::exp2`] ends.
 #[inline(always)]
 unsafe fn scale<L: Lanes>(x: f32) -> f32 {
-    if x < -87.0 {
+    if x < -125.0 {
         return 0.0;
     }
     // SAFETY: lane arithmetic only.
-    unsafe { L::to_array(L::exp(L::splat(x)))[0] }
+    unsafe { L::to_array(L::exp2(L::splat(x)))[0] }
 }
 
 dispatch! {

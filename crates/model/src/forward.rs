@@ -5,7 +5,7 @@
 
 use matkv_kernels::{
     Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,
-    append_rows, rms_norm, rotate_heads, team,
+    append_rows, query_scale, rms_norm, rotate_heads, team,
 };
 use matkv_types::{KvLayout, Precision};
 
@@ -282,7 +282,7 @@ impl<'a> Pass<'a> {
     fn rotate_queries(&mut self, s: usize, qkv: &[f32], width: usize) {
         let c = self.c;
         let q = c.heads * c.head_dim;
-        let scale = 1.0 / (c.head_dim as f32).sqrt();
+        let scale = query_scale(c.head_dim);
         let Rotations { angles, queries, .. } = &mut self.rotations[s];
         for (angles, queries) in angles.iter().zip(queries) {
             for_each_row(queries, q, qkv, width, |i, out, x| {

@@ -117,7 +117,7 @@ unsafe fn add_weights_body<L: Lanes>(scores: *mut f32, seen: &[(usize, usize)], 
         let max = L::splat(L::max_lane(top));
         let mut sum = L::splat(0.0);
         for (at, lo, hi) in tiles.clone() {
-            let e = L::exp(L::sub(L::load(scores.add(at)), max));
+            let e = L::exp2(L::sub(L::load(scores.add(at)), max));
             let e = L::select_range(e, lo, hi, 0.0);
             sum = L::add(sum, e);
             L::store(scores.add(at), e);

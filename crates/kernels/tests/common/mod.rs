@@ -4,7 +4,7 @@
 use matkv_kernels::reference::{Row, attention, rotate};
 use matkv_kernels::{
     ActivationsMut, Attention, AttentionJob, Isa, LayerInput, RotaryEmbedding, Section,
-    SegmentView, read_k, read_v, rotate_heads, write_rows,
+    SegmentView, query_scale, read_k, read_v, rotate_heads, write_rows,
 };
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, KvShape, Precision, bf16_to_f32, f32_to_bf16};
 use rand::rngs::StdRng;
@@ -145,7 +145,7 @@ impl Case {
     /// Queries rotated for a segment and scaled, as attention takes them.
     fn rotated(&self, s: &Seg) -> Vec<f32> {
         let width = self.heads * self.dim();
-        let scale = 1.0 / (self.dim() as f32).sqrt();
+        let scale = query_scale(self.dim());
         let angles = self.rope.angles(self.positions.iter().map(|&p| p as i64 - s.shift));
         let mut out = vec![0.0; self.q.len()];
         for (i, (x, o)) in self.q.chunks_exact(width).zip(out.chunks_exact_mut(width)).enumerate() {
@@ -223,7 +223,8 @@ impl Case {
         let dim = self.dim();
         let at = (row * self.heads + head) * dim..(row * self.heads + head + 1) * dim;
         if precision == Precision::Bf16 && s.layout.dtype == KvDtype::Bf16 {
-            let rounded = |x: &f32| f64::from(bf16_to_f32(f32_to_bf16(*x)));
+            let rounded =
+                |x: &f32| f64::from(bf16_to_f32(f32_to_bf16(*x))) * std::f64::consts::LN_2;
             return self.rotated(s)[at].iter().map(rounded).collect();
         }
         let scaled = |x: &f32| f64::from(*x) / (dim as f64).sqrt();
