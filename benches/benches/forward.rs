@@ -1,4 +1,5 @@
-//! Tokens per second of prefill and decode in both precisions:
+//! Tokens per second of prefill and decode, and the time of `linked(32)` over stored rows, in both
+//! precisions:
 //! `cargo bench --bench forward -- MODEL.gguf`, or in one: `… -- MODEL.gguf bf16`, or at one
 //! length: `… -- MODEL.gguf bf16 4096`.
 
@@ -7,12 +8,20 @@ use std::time::Instant;
 
 use matkv_kernels::{Isa, team};
 use matkv_model::{ForwardRow, LanguageModel, Phase, Segment, Source, Step, file_digest};
-use matkv_types::{KvDtype, KvLayout, Precision};
+use matkv_types::{KvDtype, KvLayout, Precision, f32_to_bf16};
 
 /// Rows of one prefill call, as the loader's engine uses them.
 const ROWS_PER_CALL: usize = 512;
 /// Tokens decoded after each prompt.
 const DECODED: usize = 64;
+/// Stored chunks a question is about.
+const CHUNKS: usize = 4;
+/// Rows of each.
+const CHUNK: usize = 1024;
+/// Rows computed anew at the start of a chunk.
+const LINK: usize = 32;
+/// Tokens of a question.
+const QUESTION: usize = 34;
 
 struct Sequence {
     section: Vec<u8>,
@@ -50,6 +59,67 @@ fn measure([model, decoder]: &[LanguageModel; 2], length: usize) {
         decode * 1e3,
         1.0 / decode
     );
+}
+
+/// What a question of [`QUESTION`] tokens costs over four chunks of stored int8 rows, the first
+/// [`LINK`] rows of each but the first computed anew.
+fn measure_linked(model: &LanguageModel) {
+    let layout = KvLayout::new(model.kv_shape(), KvDtype::Int8, CHUNK);
+    let stored: Vec<Vec<u8>> = (0..CHUNKS).map(|_| stored_rows(&layout)).collect();
+    let (mut rows, mut segments) = (Vec::new(), Vec::new());
+    let own = |first_row, rows, position| Segment {
+        source: Source::Own,
+        first_row,
+        rows,
+        position,
+        shift: 0,
+    };
+    for (i, section) in stored.iter().enumerate() {
+        let (first, link) = (i * CHUNK, if i == 0 { 0 } else { LINK });
+        if link > 0 {
+            segments.push(own(rows.len(), link, first));
+        }
+        rows.extend(first..first + link);
+        segments.push(Segment {
+            source: Source::Slot(section, layout),
+            first_row: link,
+            rows: CHUNK - link,
+            position: first + link,
+            shift: first as i64,
+        });
+    }
+    segments.push(own(rows.len(), QUESTION, CHUNKS * CHUNK));
+    rows.extend(CHUNKS * CHUNK..CHUNKS * CHUNK + QUESTION);
+    let row = |(row, position): (usize, &usize)| ForwardRow {
+        token: (position * 7919 % 40_000) as u32,
+        position: *position,
+        row,
+    };
+    let rows: Vec<ForwardRow> = rows.iter().enumerate().map(row).collect();
+    let own_layout = KvLayout::new(model.kv_shape(), KvDtype::Bf16, rows.len());
+    let mut own = vec![0; own_layout.total_bytes()];
+    let mut all = Vec::new();
+    for _ in 0..15 {
+        let started = Instant::now();
+        let step =
+            Step { rows: &rows, segments: &segments, own: &mut own, own_layout, logits: true };
+        std::hint::black_box(model.forward(&mut [step]));
+        all.push(started.elapsed().as_secs_f64() * 1e3);
+    }
+    all.sort_by(f64::total_cmp);
+    println!(
+        "  linked({LINK}), {CHUNKS} chunks of {CHUNK} and {QUESTION}: {} rows in {:.0} ms, at best \
+         {:.0}",
+        rows.len(),
+        all[all.len() / 2],
+        all[0]
+    );
+}
+
+/// Finite rows of any value, scales included.
+fn stored_rows(layout: &KvLayout) -> Vec<u8> {
+    let [a, b] = f32_to_bf16(0.01).to_le_bytes();
+    [a, b].into_iter().cycle().take(layout.total_bytes()).collect()
 }
 
 /// Opens a model for both phases: private, writing packed files, and mapping them.
@@ -93,5 +163,6 @@ fn main() {
         let lengths =
             [64, 512, 1024, 2048, 4096].into_iter().filter(|l| at.is_none_or(|at| at == *l));
         lengths.for_each(|length| measure(&models, length));
+        measure_linked(&models[0]);
     }
 }
