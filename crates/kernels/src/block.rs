@@ -14,7 +14,7 @@ use crate::lanes::{LANES, Lanes};
 use crate::micro;
 use crate::product::{DotBf16, DotInt, Exact};
 use crate::scores::{plain_scores, quantized_scores, scaled_scores};
-use crate::softmax::{softmax, softmax_integers, softmax_scaled};
+use crate::softmax::{softmax, softmax_integers};
 use crate::values::{pv, weighted_sum};
 
 /// KV rows of a block: 256 bf16 rows of 64 dimensions are 32 KiB of K and of V.
@@ -195,6 +195,7 @@ unsafe fn few_rows<L: Lanes>(
     }
     let in_place = scratch.scores.as_mut_ptr();
     let apart = scratch.weights.as_mut_ptr();
+    let seen = (block.lo, hi);
     // SAFETY: `hi ≤ block.hi`; same contract. The casts are to the element type the slot's
     // encoding names; `scratch` has room for twelve rows of scores and of weights, and factors for
     // as many.
@@ -202,19 +203,19 @@ unsafe fn few_rows<L: Lanes>(
         block_scores::<L>(precision, queries, block, hi, scratch);
         match (block.dtype, precision) {
             (KvDtype::F32, _) => {
-                softmax::<L, f32>(queries, block.lo, hi, in_place, in_place, partial);
+                softmax::<L, f32>(queries, seen, None, in_place, in_place, partial);
                 weighted_sum::<L, Exact<f32>>(queries, block, hi, in_place, partial);
             }
             (KvDtype::Int8, Precision::Exact) => {
                 let scales = &scratch.v_scales;
-                softmax_scaled::<L>(queries, block.lo, hi, scales, in_place, partial);
+                softmax::<L, f32>(queries, seen, Some(scales), in_place, in_place, partial);
                 weighted_sum::<L, Exact<i8>>(queries, block, hi, in_place, partial);
             }
             (KvDtype::Int8, Precision::Bf16) => {
                 let scales = &scratch.v_scales;
-                let (codes, factors) = (apart.cast(), scratch.factors.as_mut_ptr());
+                let (codes, factors) = (apart.cast::<i16>(), scratch.factors.as_mut_ptr());
                 let out = (codes, factors);
-                softmax_integers::<L>(queries, block.lo, hi, scales, in_place, out, partial);
+                softmax_integers::<L>(queries, seen, scales, in_place, out, partial);
                 // Weights outside the segment are 0, and 0 times any integer is 0: no edges.
                 let pairs = block.lo / 2..hi.div_ceil(2);
                 let v = block.v.cast::<i8>().add(pairs.start * 2 * queries.dim);
@@ -222,11 +223,11 @@ unsafe fn few_rows<L: Lanes>(
                 pv::<L, DotInt>(queries, v, pairs, weights, false, partial);
             }
             (_, Precision::Exact) => {
-                softmax::<L, f32>(queries, block.lo, hi, in_place, in_place, partial);
+                softmax::<L, f32>(queries, seen, None, in_place, in_place, partial);
                 weighted_sum::<L, Exact<u16>>(queries, block, hi, in_place, partial);
             }
             (_, Precision::Bf16) => {
-                softmax::<L, u16>(queries, block.lo, hi, in_place, apart, partial);
+                softmax::<L, u16>(queries, seen, None, in_place, apart, partial);
                 weighted_sum::<L, DotBf16>(queries, block, hi, apart, partial);
             }
         }

@@ -35,7 +35,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
     /// To the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// `p · 2^n` for `p` in 0.7…1.5 and lanes of `n` that hold integers in −125…127.
+    /// `p · 2^n` for `p` in 0.7…1.5 and lanes of `n` that hold integers in −125…127: `n` more in
+    /// the exponent.
     unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V;
     /// Widens sixteen bf16.
     unsafe fn load_bf16(p: *const u16) -> Self::V;
@@ -209,7 +210,7 @@ unsafe impl Lanes for Portable {
     }
     #[inline(always)]
     unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V {
-        map2(p, n, |p, n| p * f32::from_bits(((n as i32 + 127) << 23) as u32))
+        map2(p, n, |p, n| f32::from_bits(p.to_bits().wrapping_add((n as i32 as u32) << 23)))
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> Self::V {

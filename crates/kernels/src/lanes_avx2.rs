@@ -64,11 +64,10 @@ unsafe impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V {
         unsafe {
-            let power = n.map(|half| {
-                let bits = _mm256_add_epi32(_mm256_cvtps_epi32(half), _mm256_set1_epi32(127));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(bits))
-            });
-            Self::mul(p, power)
+            [0, 1].map(|i| {
+                let exponent = _mm256_slli_epi32::<23>(_mm256_cvtps_epi32(n[i]));
+                _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p[i]), exponent))
+            })
         }
     }
     #[inline(always)]

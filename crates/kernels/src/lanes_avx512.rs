@@ -86,7 +86,10 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     }
     #[inline(always)]
     unsafe fn scale_2(p: Self::V, n: Self::V) -> Self::V {
-        unsafe { _mm512_scalef_ps(p, n) }
+        unsafe {
+            let exponent = _mm512_slli_epi32::<23>(_mm512_cvtps_epi32(n));
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), exponent))
+        }
     }
     #[inline(always)]
     unsafe fn load_bf16(p: *const u16) -> Self::V {

@@ -1,56 +1,47 @@
 //! Scores of one block turned into the weights of V.
+//!
+//! Every step is done for all rows before the next one: a row's largest score is known only after a
+//! chain of operations, and meanwhile there is work in other rows.
+
+use std::ops::Range;
 
 use crate::activations::Stored;
 use crate::block::{BLOCK_ROWS, Partial, Queries};
 use crate::lanes::{LANES, Lanes};
+use crate::micro;
 use crate::quantize::factors;
 
-/// Writes `2^(score − max)` into rows of [`BLOCK_ROWS`] weights; 0 outside `lo..visible`. `weights`
-/// may be `scores`.
+/// Writes `2^(score − max)`, times the V row's scale if there are scales, into rows of
+/// [`BLOCK_ROWS`] weights; 0 outside `lo..visible`. `weights` may be `scores`. Returns each row's
+/// largest weight if there are scales.
 ///
 /// # Safety
-/// `scores` and `weights` have a row for each query row, `scores` with values up to the last tile
-/// below `hi`; the CPU has the features of `L`.
+/// `scores` and `weights` have a row for each query row, at most twelve, `scores` with values up to
+/// the last tile below `hi`; the CPU has the features of `L`.
 #[inline(always)]
 pub(crate) unsafe fn softmax<L: Lanes, T: Stored>(
     queries: Queries<'_>,
-    lo: usize,
-    hi: usize,
+    (lo, hi): (usize, usize),
+    v_scales: Option<&[f32; BLOCK_ROWS]>,
     scores: *mut f32,
     weights: *mut T,
     partial: &mut Partial<'_>,
-) {
-    for (i, &visible) in queries.visible.iter().enumerate() {
-        // SAFETY: row `i` exists in both.
-        let row = unsafe {
+) -> [f32; micro::ROWS] {
+    let mut largest = [0.0; _];
+    // SAFETY: row `i` exists in both.
+    unsafe {
+        for (i, &visible) in queries.visible.iter().enumerate() {
+            let seen = Seen::new(lo, visible.min(hi), hi);
+            partial.max[i] = largest_score::<L>(scores.add(i * BLOCK_ROWS), &seen);
+        }
+        for (i, &visible) in queries.visible.iter().enumerate() {
             let (row, out) = (scores.add(i * BLOCK_ROWS), weights.add(i * BLOCK_ROWS));
-            softmax_row::<L, T>(row, out, (lo, visible.min(hi), hi), None)
-        };
-        (partial.max[i], partial.sum[i]) = (row.max, row.sum);
+            let seen = Seen::new(lo, visible.min(hi), hi);
+            (partial.sum[i], largest[i]) =
+                exponentials::<L, T>(row, out, partial.max[i], &seen, v_scales);
+        }
     }
-}
-
-/// The same in place, times the scale of each row of V.
-///
-/// # Safety
-/// As for [`softmax`].
-#[inline(always)]
-pub(crate) unsafe fn softmax_scaled<L: Lanes>(
-    queries: Queries<'_>,
-    lo: usize,
-    hi: usize,
-    v_scales: &[f32; BLOCK_ROWS],
-    scores: *mut f32,
-    partial: &mut Partial<'_>,
-) {
-    for (i, &visible) in queries.visible.iter().enumerate() {
-        // SAFETY: row `i` exists.
-        let row = unsafe {
-            let row = scores.add(i * BLOCK_ROWS);
-            softmax_row::<L, f32>(row, row, (lo, visible.min(hi), hi), Some(v_scales))
-        };
-        (partial.max[i], partial.sum[i]) = (row.max, row.sum);
-    }
+    largest
 }
 
 /// The same as integers and one factor a row.
@@ -60,20 +51,19 @@ pub(crate) unsafe fn softmax_scaled<L: Lanes>(
 #[inline(always)]
 pub(crate) unsafe fn softmax_integers<L: Lanes>(
     queries: Queries<'_>,
-    lo: usize,
-    hi: usize,
+    (lo, hi): (usize, usize),
     v_scales: &[f32; BLOCK_ROWS],
     scores: *mut f32,
     (weights, row_factors): (*mut i16, *mut f32),
     partial: &mut Partial<'_>,
 ) {
-    for (i, &visible) in queries.visible.iter().enumerate() {
-        // SAFETY: row `i` exists in all of them.
-        unsafe {
+    // SAFETY: the same contract; row `i` exists in all of them.
+    unsafe {
+        let scales = Some(v_scales);
+        let largest = softmax::<L, f32>(queries, (lo, hi), scales, scores, scores, partial);
+        for (i, largest) in largest.into_iter().enumerate().take(queries.visible.len()) {
             let (row, out) = (scores.add(i * BLOCK_ROWS), weights.add(i * BLOCK_ROWS));
-            let found = softmax_row::<L, f32>(row, row, (lo, visible.min(hi), hi), Some(v_scales));
-            (partial.max[i], partial.sum[i]) = (found.max, found.sum);
-            let (factor, inverse) = factors(found.largest);
+            let (factor, inverse) = factors(largest);
             *row_factors.add(i) = factor;
             let inverse = L::splat(inverse);
             for t in 0..hi.div_ceil(LANES) {
@@ -83,60 +73,106 @@ pub(crate) unsafe fn softmax_integers<L: Lanes>(
     }
 }
 
-struct Row {
-    /// Largest score.
-    max: f32,
-    /// Sum of the exponentials.
-    sum: f32,
-    /// With scales: the largest weight.
-    largest: f32,
+/// Which rows of a block a query sees: `lo..visible`.
+struct Seen {
+    lo: usize,
+    visible: usize,
+    /// Tiles that have one of them.
+    some: Range<usize>,
+    /// Tiles that have no other.
+    whole: Range<usize>,
+    /// Tiles below `hi`.
+    tiles: usize,
+}
+
+impl Seen {
+    #[inline(always)]
+    fn new(lo: usize, visible: usize, hi: usize) -> Self {
+        let tiles = hi.div_ceil(LANES);
+        let some = if visible > lo { lo / LANES..visible.div_ceil(LANES) } else { tiles..tiles };
+        let first = lo.div_ceil(LANES).clamp(some.start, some.end);
+        let whole = first..(visible / LANES).clamp(first, some.end);
+        Self { lo, visible, some, whole, tiles }
+    }
+
+    /// Tiles before the whole ones.
+    #[inline(always)]
+    fn before(&self) -> Range<usize> {
+        self.some.start..self.whole.start
+    }
+
+    /// Tiles behind them.
+    #[inline(always)]
+    fn after(&self) -> Range<usize> {
+        self.whole.end..self.some.end
+    }
+
+    /// Lanes of a tile that are seen; the others become `other`.
+    ///
+    /// # Safety
+    /// The CPU has the features of `L`.
+    #[inline(always)]
+    unsafe fn masked<L: Lanes>(&self, t: usize, v: L::V, other: f32) -> L::V {
+        let from = self.lo.saturating_sub(t * LANES);
+        // SAFETY: the caller's contract.
+        unsafe { L::select_range(v, from, (self.visible - t * LANES).min(LANES), other) }
+    }
 }
 
 #[inline(always)]
-unsafe fn softmax_row<L: Lanes, T: Stored>(
+unsafe fn largest_score<L: Lanes>(scores: *const f32, seen: &Seen) -> f32 {
+    // SAFETY: tiles lie inside the row.
+    unsafe {
+        let mut top = L::splat(f32::NEG_INFINITY);
+        for t in seen.before().chain(seen.after()) {
+            let score = L::load(scores.add(t * LANES));
+            top = L::max(seen.masked::<L>(t, score, f32::NEG_INFINITY), top);
+        }
+        for t in seen.whole.clone() {
+            top = L::max(L::load(scores.add(t * LANES)), top);
+        }
+        L::max_lane(top)
+    }
+}
+
+/// The sum of the exponentials and, with scales, the largest weight.
+#[inline(always)]
+unsafe fn exponentials<L: Lanes, T: Stored>(
     scores: *const f32,
     weights: *mut T,
-    (lo, visible, hi): (usize, usize, usize),
+    max: f32,
+    seen: &Seen,
     v_scales: Option<&[f32; BLOCK_ROWS]>,
-) -> Row {
-    let tiles = hi.div_ceil(LANES);
-    let (first, last) =
-        if visible > lo { (lo / LANES, visible.div_ceil(LANES)) } else { (tiles, tiles) };
-    // Tiles all of whose rows are seen.
-    let whole = lo.div_ceil(LANES)..visible / LANES;
+) -> (f32, f32) {
     // SAFETY: `tiles · 16 ≤ BLOCK_ROWS`, the length of both rows.
     unsafe {
-        let masked = |t: usize, v: L::V, other: f32| {
-            if whole.contains(&t) {
-                return v;
-            }
-            let from = lo.saturating_sub(t * LANES);
-            L::select_range(v, from, (visible - t * LANES).min(LANES), other)
-        };
-        let mut top = L::splat(f32::NEG_INFINITY);
-        for t in first..last {
-            top = L::max(masked(t, L::load(scores.add(t * LANES)), f32::NEG_INFINITY), top);
-        }
-        let max = L::max_lane(top);
         let (mut sum, mut largest) = (L::splat(0.0), L::splat(0.0));
-        for t in 0..first {
+        for t in 0..seen.some.start {
             T::store::<L>(weights.add(t * LANES), L::splat(0.0));
         }
-        for t in first..last {
-            let e = L::exp2(L::sub(L::load(scores.add(t * LANES)), L::splat(max)));
-            let mut weight = masked(t, e, 0.0);
-            sum = L::add(sum, weight);
-            if let Some(scales) = v_scales {
-                // Scales of rows outside the segment may be anything.
-                weight = masked(t, L::mul(e, L::load(scales.as_ptr().add(t * LANES))), 0.0);
-                largest = L::max(weight, largest);
-            }
-            T::store::<L>(weights.add(t * LANES), weight);
+        macro_rules! tiles {
+            ($tiles:expr, $masked:expr) => {
+                for t in $tiles {
+                    let e = L::exp2(L::sub(L::load(scores.add(t * LANES)), L::splat(max)));
+                    let mut weight = if $masked { seen.masked::<L>(t, e, 0.0) } else { e };
+                    sum = L::add(sum, weight);
+                    if let Some(scales) = v_scales {
+                        // Scales of rows outside the segment may be anything.
+                        let scaled = L::mul(e, L::load(scales.as_ptr().add(t * LANES)));
+                        weight = if $masked { seen.masked::<L>(t, scaled, 0.0) } else { scaled };
+                        largest = L::max(weight, largest);
+                    }
+                    T::store::<L>(weights.add(t * LANES), weight);
+                }
+            };
         }
-        for t in last..tiles {
+        tiles!(seen.before(), true);
+        tiles!(seen.whole.clone(), false);
+        tiles!(seen.after(), true);
+        for t in seen.some.end..seen.tiles {
             T::store::<L>(weights.add(t * LANES), L::splat(0.0));
         }
         let largest = if v_scales.is_some() { L::max_lane(largest) } else { 0.0 };
-        Row { max, sum: L::sum(sum), largest }
+        (L::sum(sum), largest)
     }
 }
