@@ -126,6 +126,9 @@ pub struct AskOptions {
     /// End the answer before this text
     #[arg(long)]
     pub stop: Vec<String>,
+    /// Load chunks from their tier even where they are in memory: to measure
+    #[arg(long)]
+    pub cold: bool,
 }
 
 #[derive(Subcommand)]

@@ -65,6 +65,7 @@ fn request(o: &AskOptions) -> GenerateRequest {
         top_p: o.top_p,
         seed: o.seed,
         stop: o.stop.clone(),
+        cold: o.cold,
         ..GenerateRequest::default()
     };
     match &o.system {

@@ -45,7 +45,7 @@ pub use gemm::{gemm, gemm_add, gemm_gated};
 pub use isa::Isa;
 pub use packed::PackedMatrix;
 pub use peak::peak_flops;
-pub use pointwise::rms_norm;
+pub use pointwise::{gelu, layer_norm, rms_norm};
 pub use quant::{
     QUANT_BLOCK, QuantKind, QuantMatrix, QuantRows, gate_rows, quant_gemm, quant_gemm_add,
 };

@@ -4,8 +4,8 @@ mod common;
 
 use common::{Case, Seg, poison, rng, section, tolerance, vector};
 use matkv_kernels::{
-    Activations, ActivationsMut, Isa, PackedMatrix, RopeStyle, RotaryEmbedding, gemm, gemm_add,
-    gemm_gated, reference, rms_norm, team,
+    Activations, ActivationsMut, Isa, PackedMatrix, RopeStyle, RotaryEmbedding, gelu, gemm,
+    gemm_add, gemm_gated, layer_norm, reference, rms_norm, team,
 };
 use matkv_types::{KvDtype, KvShape, Precision, bf16_to_f32, f32_to_bf16};
 use proptest::prelude::*;
@@ -185,6 +185,35 @@ proptest! {
                 prop_assert!((f64::from(norm[i]) - want).abs() <= bound);
             }
             let got = bits(&norm);
+            prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{}", isa.name());
+        }
+    }
+
+    #[test]
+    fn steps_of_an_encoder_match_f64_on_every_isa(seed in any::<u64>(), rows in 1usize..40) {
+        let mut r = rng(seed);
+        let width = 48;
+        let x: Vec<f32> = vector(&mut r, rows * width).iter().map(|v| v * 12.0).collect();
+        let [weight, bias] = [0, 1].map(|_| vector(&mut r, width));
+        let mut first: Option<[Vec<u32>; 2]> = None;
+        for isa in Isa::available() {
+            let (mut normal, mut unit) = (x.clone(), x.clone());
+            layer_norm(isa, &mut normal, &weight, &bias, 1e-5);
+            gelu(isa, &mut unit, width);
+            for i in 0..rows * width {
+                let row = &x[i / width * width..][..width];
+                let mean = row.iter().map(|v| f64::from(*v)).sum::<f64>() / width as f64;
+                let square = |v: &f32| (f64::from(*v) - mean).powi(2);
+                let variance = row.iter().map(square).sum::<f64>() / width as f64;
+                let scaled = (f64::from(x[i]) - mean) / (variance + 1e-5).sqrt();
+                let want = scaled * f64::from(weight[i % width]) + f64::from(bias[i % width]);
+                prop_assert!((f64::from(normal[i]) - want).abs() <= 1e-5 * want.abs().max(1.0));
+                let v = f64::from(x[i]);
+                let want = v * 0.5 * (1.0 + libm::erf(v / std::f64::consts::SQRT_2));
+                let d = (f64::from(unit[i]) - want).abs();
+                prop_assert!(d <= 3e-7 * v.abs().max(1.0), "{}: gelu({v}) is off by {d}", isa.name());
+            }
+            let got = [bits(&normal), bits(&unit)];
             prop_assert_eq!(first.get_or_insert_with(|| got.clone()), &got, "{}", isa.name());
         }
     }

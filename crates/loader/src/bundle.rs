@@ -228,7 +228,7 @@ fn import_chunks(
         }
         let placement: Placement =
             store.write_file(id, &page_aligned(&file).map_err(text)?).map_err(text)?;
-        let vector = core.embedder.embed(&core.text(&tokens)).map_err(text)?;
+        let vector = core.embed(&core.text(&tokens)).map_err(text)?;
         let (id, tokens, compute_ms) = (*id, tokens.into(), 0);
         batch.add(DurableChunk { id, tokens, placement, compute_ms, vector });
         done.chunks += 1;

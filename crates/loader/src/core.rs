@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use matkv_config::Config;
 use matkv_format::{ChunkFile, Superblock};
-use matkv_model::{Detokenizer, LanguageModel};
+use matkv_model::{Detokenizer, LanguageModel, Team};
 use matkv_retrieve::{Chunker, Embedder, VectorIndex};
 use matkv_ring::Geometry;
 use matkv_store::{Store, StoreError, Volume, page_aligned};
@@ -27,6 +27,8 @@ pub(crate) struct Core {
     pub store: Store,
     pub index: Box<dyn VectorIndex>,
     pub embedder: Embedder,
+    /// Threads that compute.
+    pub team: Team,
     pub chunker: Chunker,
     /// Ids that precede the documents in every prompt.
     pub prefix: Vec<u32>,
@@ -41,6 +43,11 @@ impl Core {
     /// The directory a chunk's file is in; the self-test's chunk has one of its own.
     pub fn files_of(&self, id: &ChunkId) -> &Volume {
         if *id == self.self_test.id { self.store.self_test_files() } else { self.store.files() }
+    }
+
+    /// The vector of a text, by all compute threads if they have nothing else to do.
+    pub fn embed(&self, text: &str) -> matkv_retrieve::Result<Option<Vec<f32>>> {
+        self.team.install(|| self.embedder.embed(text))
     }
 
     /// The text of token ids.

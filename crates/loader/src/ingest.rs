@@ -310,7 +310,7 @@ impl Session<'_> {
         compute_ms: u32,
     ) -> Result<(), String> {
         let text = self.core.text(&tokens);
-        let vector = self.core.embedder.embed(&text).map_err(|e| e.to_string())?;
+        let vector = self.core.embed(&text).map_err(|e| e.to_string())?;
         self.batch.add(DurableChunk { id, tokens, placement, compute_ms, vector });
         Ok(())
     }

@@ -190,7 +190,7 @@ fn search(core: &Core, read: &ReadTxn<'_>, ask: &Ask) -> Result<Vec<(ChunkId, f3
     if ask.top_k == 0 {
         return Ok(Vec::new());
     }
-    let Some(query) = core.embedder.embed(question).map_err(internal)? else {
+    let Some(query) = core.embed(question).map_err(internal)? else {
         return Ok(Vec::new());
     };
     let more = if core.config.prefetch { core.config.prefetch_max } else { 0 };

@@ -8,7 +8,7 @@ use matkv_model::{LanguageModel, ModelHeader, PULLABLE, Phase, PromptTexts, Team
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
 use matkv_store::{Identity, Store};
-use matkv_sys::{FileLock, Segment, set_library_option, trim_heap};
+use matkv_sys::{FileLock, Segment, trim_heap};
 use matkv_types::Encoding;
 
 use crate::arena::{Arena, ChunkSlot};
@@ -34,7 +34,6 @@ pub(crate) struct Opened {
     pub core: Arc<Core>,
     pub header: Arc<Header>,
     pub segment: Segment,
-    pub team: Team,
     pub prefix: Arc<ChunkSlot>,
     pub runtime_lock: Option<FileLock>,
     pub child: Option<DecoderChild>,
@@ -45,8 +44,6 @@ pub(crate) struct Opened {
 /// # Errors
 /// What keeps the loader from starting, or the thread it cannot do without.
 pub fn run(config: &Config, options: Options) -> Result<(), LoaderError> {
-    // The embedder's library spins where it waits for its threads, on the cores that compute.
-    set_library_option("CANDLE_NUM_THREADS", "1");
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -104,6 +101,7 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         store,
         index,
         embedder,
+        team,
         chunker,
         prefix: prefix_tokens,
         spec: ChunkSpec {
@@ -118,12 +116,11 @@ fn open(config: &Config, options: Options) -> Result<Opened, LoaderError> {
         self_test: SelfTest::new(&model, fingerprint).map_err(LoaderError::Setup)?,
         rates: Rates::new(config.io_patience),
     };
-    team.install(|| SelfTest::prepare(&core, &prefix));
+    core.team.install(|| SelfTest::prepare(&core, &prefix));
     Ok(Opened {
         core: Arc::new(core),
         header: Arc::new(header),
         segment,
-        team,
         prefix: Arc::new(prefix),
         runtime_lock: Some(runtime_lock),
         child,

@@ -252,7 +252,7 @@ fn specs(
     let storer = Arc::clone(&opened.core);
     let (from_retrieve, from_ingest) = (to_load.clone(), to_load.clone());
     let load = std::sync::Mutex::new(load);
-    let Opened { team, segment: keep, .. } = opened;
+    let (computing, keep) = (Arc::clone(&opened.core), opened.segment);
     vec![
         ThreadSpec::new("load", Policy::Fatal, move |stop, pulse| {
             let _outlives_the_threads = &keep;
@@ -263,7 +263,7 @@ fn specs(
         }),
         ThreadSpec::new("compute", Policy::Fatal, move |stop, pulse| {
             let signal = stopped(&stop);
-            team.install(|| compute.run(&stop, &signal, pulse));
+            computing.team.install(|| compute.run(&stop, &signal, pulse));
             Ok(())
         }),
         ThreadSpec::new("retrieve", Policy::Restart { times: 100 }, move |stop, pulse| {

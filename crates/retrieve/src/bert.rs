@@ -1,10 +1,15 @@
-//! A BERT encoder (MiniLM: 6 layers, 384 wide, 12 heads) on candle, one window at a time.
+//! A BERT encoder (MiniLM: 6 layers, 384 wide, 12 heads) on the kernels the language model runs on,
+//! in f32, one window at a time.
 
 use std::path::Path;
 
 use candle_core::safetensors::SliceSafetensors;
-use candle_core::{D, DType, Device, Result, Tensor};
-use candle_nn::ops::{layer_norm_slow, softmax_last_dim};
+use candle_core::{DType, Device, Error, Result};
+use matkv_kernels::{
+    Activations, ActivationsMut, Attention, AttentionJob, Isa, LayerInput, NewRows, PackedMatrix,
+    Section, SegmentView, append_rows, gelu, gemm, gemm_add, layer_norm, query_scale,
+};
+use matkv_types::{KvDtype, KvLayout, KvShape, Precision};
 
 use crate::words::WordTable;
 
@@ -12,20 +17,17 @@ const HEADS: usize = 12;
 const EPSILON: f32 = 1e-12;
 
 struct Linear {
-    /// Transposed: `[in][out]`.
-    weight: Tensor,
-    bias: Tensor,
+    weight: PackedMatrix,
+    bias: Vec<f32>,
 }
 
 struct Norm {
-    weight: Tensor,
-    bias: Tensor,
+    weight: Vec<f32>,
+    bias: Vec<f32>,
 }
 
 struct Layer {
-    query: Linear,
-    key: Linear,
-    value: Linear,
+    qkv: Linear,
     attention_output: Linear,
     attention_norm: Norm,
     intermediate: Linear,
@@ -35,9 +37,10 @@ struct Layer {
 
 /// The encoder.
 pub(crate) struct Bert {
+    isa: Isa,
     words: WordTable,
-    positions: Tensor,
-    types: Tensor,
+    /// `[position][hidden]`, the embedding of the first type of token added.
+    positions: Vec<f32>,
     norm: Norm,
     layers: Vec<Layer>,
 }
@@ -51,13 +54,27 @@ impl Weights<'_> {
         if self.0.get(&long).is_ok() { long } else { name.to_owned() }
     }
 
-    fn get(&self, name: &str) -> Result<Tensor> {
-        self.0.load(&self.name(name), &Device::Cpu)?.to_dtype(DType::F32)
+    fn get(&self, name: &str) -> Result<Vec<f32>> {
+        let tensor = self.0.load(&self.name(name), &Device::Cpu)?;
+        tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
     }
 
-    fn linear(&self, name: &str) -> Result<Linear> {
-        let weight = self.get(&format!("{name}.weight"))?.t()?.contiguous()?;
-        Ok(Linear { weight, bias: self.get(&format!("{name}.bias"))? })
+    /// Layers with the same input as one, their outputs side by side.
+    fn linear(&self, names: &[String]) -> Result<Linear> {
+        let all = |kind: &str| -> Result<Vec<Vec<f32>>> {
+            names.iter().map(|name| self.get(&format!("{name}.{kind}"))).collect()
+        };
+        let (weights, biases) = (all("weight")?, all("bias")?);
+        let bias: Vec<f32> = biases.iter().flatten().copied().collect();
+        let numbers: usize = weights.iter().map(Vec::len).sum();
+        let k = numbers.checked_div(bias.len()).unwrap_or(0);
+        let parts = weights.iter().zip(&biases).map(|(w, b)| (w.as_slice(), b.len()));
+        let parts: Vec<(&[f32], usize)> = parts.collect();
+        let fits = k.is_multiple_of(2) && bias.len().is_multiple_of(16);
+        if !fits || parts.iter().any(|(w, n)| w.len() != n * k) {
+            return Err(Error::Msg(format!("{names:?}: weights of another shape")));
+        }
+        Ok(Linear { weight: PackedMatrix::pack_stacked(&parts, k, Precision::Exact), bias })
     }
 
     fn norm(&self, name: &str) -> Result<Norm> {
@@ -69,14 +86,31 @@ impl Weights<'_> {
 }
 
 impl Linear {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        x.matmul(&self.weight)?.broadcast_add(&self.bias)
+    /// `x · wᵀ + bias`.
+    fn forward(&self, isa: Isa, x: &Activations) -> Vec<f32> {
+        let rows = x.len() / self.weight.k();
+        let mut out = vec![0.0; rows * self.bias.len()];
+        gemm(isa, x, &self.weight, &mut out);
+        add_to_rows(&mut out, &self.bias);
+        out
+    }
+
+    /// `to += x · wᵀ + bias`.
+    fn add(&self, isa: Isa, x: &Activations, to: &mut [f32]) {
+        add_to_rows(to, &self.bias);
+        gemm_add(isa, x, &self.weight, to);
+    }
+}
+
+fn add_to_rows(rows: &mut [f32], bias: &[f32]) {
+    for row in rows.chunks_exact_mut(bias.len()) {
+        row.iter_mut().zip(bias).for_each(|(x, b)| *x += b);
     }
 }
 
 impl Norm {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        layer_norm_slow(x, &self.weight, &self.bias, EPSILON)
+    fn forward(&self, isa: Isa, x: &mut [f32]) {
+        layer_norm(isa, x, &self.weight, &self.bias, EPSILON);
     }
 }
 
@@ -88,57 +122,88 @@ impl Bert {
         while w.get(&format!("encoder.layer.{}.output.dense.weight", layers.len())).is_ok() {
             let at = |name: &str| format!("encoder.layer.{}.{name}", layers.len());
             layers.push(Layer {
-                query: w.linear(&at("attention.self.query"))?,
-                key: w.linear(&at("attention.self.key"))?,
-                value: w.linear(&at("attention.self.value"))?,
-                attention_output: w.linear(&at("attention.output.dense"))?,
+                qkv: w.linear(
+                    &["query", "key", "value"].map(|n| at(&format!("attention.self.{n}"))),
+                )?,
+                attention_output: w.linear(&[at("attention.output.dense")])?,
                 attention_norm: w.norm(&at("attention.output.LayerNorm"))?,
-                intermediate: w.linear(&at("intermediate.dense"))?,
-                output: w.linear(&at("output.dense"))?,
+                intermediate: w.linear(&[at("intermediate.dense")])?,
+                output: w.linear(&[at("output.dense")])?,
                 output_norm: w.norm(&at("output.LayerNorm"))?,
             });
         }
-        Ok(Self {
-            words: WordTable::find(
-                path,
-                &bytes,
-                &w.0,
-                &w.name("embeddings.word_embeddings.weight"),
-            )?,
-            positions: w.get("embeddings.position_embeddings.weight")?,
-            types: w.get("embeddings.token_type_embeddings.weight")?,
-            norm: w.norm("embeddings.LayerNorm")?,
-            layers,
-        })
+        let name = w.name("embeddings.word_embeddings.weight");
+        let words = WordTable::find(path, &bytes, &w.0, &name)?;
+        let types = w.get("embeddings.token_type_embeddings.weight")?;
+        let mut positions = w.get("embeddings.position_embeddings.weight")?;
+        let first_type = types.get(..words.width());
+        add_to_rows(&mut positions, first_type.ok_or_else(|| Error::Msg("no types".into()))?);
+        let norm = w.norm("embeddings.LayerNorm")?;
+        Ok(Self { isa: Isa::detect(), words, positions, norm, layers })
     }
 
     /// Mean of the last hidden states of one window, `[hidden]`.
     pub(crate) fn mean(&self, ids: &[u32]) -> Result<Vec<f32>> {
-        let n = ids.len();
-        let x = self.words.select(ids)?;
-        let x = x.add(&self.positions.narrow(0, 0, n)?)?;
-        let mut x = self.norm.forward(&x.broadcast_add(&self.types.get(0)?)?)?;
-        for layer in &self.layers {
-            x = layer.forward(&x)?;
+        let width = self.words.width();
+        let mut x = self.words.select(ids)?;
+        if x.len() > self.positions.len() {
+            return Err(Error::Msg(format!("{} tokens are too many", ids.len())));
         }
-        x.mean(0)?.to_vec1()
+        x.iter_mut().zip(&self.positions).for_each(|(x, p)| *x += p);
+        self.norm.forward(self.isa, &mut x);
+        for layer in &self.layers {
+            x = layer.forward(self.isa, x, width);
+        }
+        let mut mean = vec![0.0; width];
+        let share = 1.0 / ids.len() as f32;
+        for row in x.chunks_exact(width) {
+            mean.iter_mut().zip(row).for_each(|(m, x)| *m += x * share);
+        }
+        Ok(mean)
     }
 }
 
 impl Layer {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (n, hidden) = x.dims2()?;
-        let heads =
-            |t: Tensor| t.reshape((n, HEADS, hidden / HEADS))?.transpose(0, 1)?.contiguous();
-        let q = heads(self.query.forward(x)?)?;
-        let k = heads(self.key.forward(x)?)?;
-        let v = heads(self.value.forward(x)?)?;
-        let scale = 1.0 / ((hidden / HEADS) as f64).sqrt();
-        let scores = (q.matmul(&k.transpose(D::Minus2, D::Minus1)?)? * scale)?;
-        let context = softmax_last_dim(&scores)?.matmul(&v)?;
-        let context = context.transpose(0, 1)?.reshape((n, hidden))?;
-        let x = self.attention_norm.forward(&self.attention_output.forward(&context)?.add(x)?)?;
-        let y = self.output.forward(&self.intermediate.forward(&x)?.gelu_erf()?)?;
-        self.output_norm.forward(&y.add(&x)?)
+    fn forward(&self, isa: Isa, x: Vec<f32>, width: usize) -> Vec<f32> {
+        let input = Activations::F32(x);
+        let context = attention(isa, &self.qkv.forward(isa, &input), width);
+        let Activations::F32(mut x) = input else { unreachable!("made above") };
+        self.attention_output.add(isa, &context, &mut x);
+        self.attention_norm.forward(isa, &mut x);
+        let input = Activations::F32(x);
+        let mut wide = self.intermediate.forward(isa, &input);
+        gelu(isa, &mut wide, self.intermediate.bias.len());
+        let Activations::F32(mut x) = input else { unreachable!("made above") };
+        self.output.add(isa, &Activations::F32(wide), &mut x);
+        self.output_norm.forward(isa, &mut x);
+        x
     }
+}
+
+/// Every row attends to all rows; `qkv` is `[row][q, k, v]`.
+fn attention(isa: Isa, qkv: &[f32], width: usize) -> Activations {
+    let (rows, head_dim) = (qkv.len() / (3 * width), width / HEADS);
+    let shape = KvShape { layers: 1, kv_heads: HEADS, head_dim };
+    let layout = KvLayout::new(shape, KvDtype::F32, rows);
+    let mut section = vec![0; layout.total_bytes()];
+    let of = |part: usize| NewRows { values: &qkv[part * width..], stride: 3 * width };
+    append_rows(&mut section, &layout, 0, &(0..rows).collect::<Vec<_>>(), of(1), of(2));
+    let scale = query_scale(head_dim);
+    let queries = qkv.chunks_exact(3 * width).flat_map(|row| &row[..width]);
+    let queries = [queries.map(|q| q * scale).collect::<Vec<f32>>()];
+    let all = SegmentView {
+        section: Section::Whole(&section),
+        layout,
+        first_row: 0,
+        rows,
+        position: 0,
+        rotation: 0,
+    };
+    // No row is hidden from one that is at the last position.
+    let job = AttentionJob { segments: vec![all], positions: vec![rows - 1; rows] };
+    let mut out = vec![0.0; rows * width];
+    let mut attention = Attention::new(isa, Precision::Exact, HEADS, [job]);
+    let input = LayerInput { own: &[], queries: &queries };
+    attention.run(0, |_| input, ActivationsMut::F32(&mut out));
+    Activations::F32(out)
 }

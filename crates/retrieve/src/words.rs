@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use candle_core::safetensors::SliceSafetensors;
-use candle_core::{DType, Device, Error, Result, Tensor};
+use candle_core::{DType, Error, Result};
 
 /// Rows of f32 in a file.
 pub(crate) struct WordTable {
@@ -37,8 +37,13 @@ impl WordTable {
         Ok(Self { file: File::open(path)?, first: first as u64, rows, width })
     }
 
+    /// Numbers in a row.
+    pub fn width(&self) -> usize {
+        self.width
+    }
+
     /// The rows of these words, one below the other.
-    pub fn select(&self, ids: &[u32]) -> Result<Tensor> {
+    pub fn select(&self, ids: &[u32]) -> Result<Vec<f32>> {
         let mut row = vec![0; 4 * self.width];
         let mut values = Vec::with_capacity(ids.len() * self.width);
         for &id in ids {
@@ -50,6 +55,6 @@ impl WordTable {
             let numbers = row.as_chunks().0.iter();
             values.extend(numbers.map(|n| f32::from_le_bytes(*n)));
         }
-        Tensor::from_vec(values, (ids.len(), self.width), &Device::Cpu)
+        Ok(values)
     }
 }

@@ -30,17 +30,6 @@ pub fn die_with_parent(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Sets an environment variable for a library that reads its settings there, unless the user has
-/// set it, or the process has more than one thread: then somebody may be reading.
-pub fn set_library_option(name: &str, value: &str) {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let alone = status.lines().any(|l| l.strip_prefix("Threads:").is_some_and(|n| n.trim() == "1"));
-    if alone && std::env::var_os(name).is_none() {
-        // SAFETY: no other thread exists that could read the environment.
-        unsafe { std::env::set_var(name, value) };
-    }
-}
-
 /// Sends SIGTERM to a process that may have ended already.
 pub fn terminate(pid: u32) {
     if let Ok(pidfd) = PidFd::open(pid) {
