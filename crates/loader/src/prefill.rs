@@ -66,6 +66,10 @@ impl Watch<'_> {
 
     /// Waits for something of a chunk.
     fn wait(&mut self, state: &RequestState, wait: impl Fn(Duration) -> Wait) -> Result<(), Slice> {
+        if wait(Duration::ZERO) == Wait::Ready {
+            return Ok(());
+        }
+        let _span = trace::span("compute", "wait for a chunk", state.number);
         loop {
             match wait(LOOK) {
                 Wait::Ready => return Ok(()),

@@ -2,7 +2,8 @@
 //!
 //! Requests are cut into pieces of one block that fill the queue across requests and their files,
 //! so that a deep queue stays deep between files, and all free places are filled with one system
-//! call. New requests wake the thread through an eventfd that is itself read through the ring. The
+//! call. A device serves all it has been given side by side: so a burst begins with a few pieces,
+//! which then come soon, and each that has come makes room for one more. New requests wake the thread through an eventfd that is itself read through the ring. The
 //! arena is registered where the memory-lock limit allows; so are files, while they are read.
 
 use std::collections::{HashMap, VecDeque};
@@ -23,6 +24,8 @@ use crate::region::Region;
 const REGISTERED_BYTES_MAX: usize = 1 << 30;
 /// Files registered at a time; others are read through their descriptors.
 const FILES_MAX: usize = 128;
+/// Pieces a burst begins with: with blocks of 1 MiB enough to keep a device busy.
+const WINDOW_MIN: usize = 8;
 /// How long the kernel's submission thread stays awake without work.
 const SQPOLL_IDLE_MS: u32 = 50;
 const WAKE: u64 = u64::MAX;
@@ -72,6 +75,9 @@ struct Driver {
     /// Short reads to be continued.
     again: Vec<Piece>,
     pieces: Vec<Option<Piece>>,
+    /// How many of them are in flight, and how many may be.
+    in_flight: usize,
+    window: usize,
     done: Sender<ReadDone>,
     /// Where the eventfd's count is read to; boxed so that its address is stable.
     wake_count: Box<u64>,
@@ -122,6 +128,8 @@ impl UringReader {
             open: VecDeque::new(),
             again: Vec::new(),
             pieces: vec![None; depth],
+            in_flight: 0,
+            window: 0,
             done,
             wake_count: Box::new(0),
         };
@@ -285,9 +293,14 @@ impl Driver {
     }
 
     fn fill_queue(&mut self) {
-        while let Some(free) = self.pieces.iter().position(Option::is_none) {
+        if self.in_flight == 0 {
+            self.window = WINDOW_MIN.min(self.pieces.len());
+        }
+        while self.in_flight < self.window {
+            let Some(free) = self.pieces.iter().position(Option::is_none) else { return };
             let Some(piece) = self.next_piece() else { return };
             self.pieces[free] = Some(piece);
+            self.in_flight += 1;
             self.start(free, piece);
         }
     }
@@ -356,6 +369,8 @@ impl Driver {
 
     fn complete(&mut self, slot: usize, result: i32) {
         let Some(piece) = self.pieces.get_mut(slot).and_then(Option::take) else { return };
+        self.in_flight -= 1;
+        self.window = (self.window + 1).min(self.pieces.len());
         let Some(o) = self.operations[piece.operation].as_mut() else { return };
         let read = usize::try_from(result).unwrap_or(0);
         let failure = match result {
