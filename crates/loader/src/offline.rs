@@ -72,7 +72,7 @@ pub fn rebuild_index(
     let path = model_path(&config.cache_dir, &config.model)?;
     let embedder_path = model_path(&config.cache_dir, PULLABLE[1].name)?;
     let directory = embedder_path.parent().unwrap_or(std::path::Path::new("."));
-    let embedder = Embedder::open(directory)?;
+    let embedder = Embedder::open(directory, config.precision)?;
     let model =
         LanguageModel::open_for(&path, Some(&config.cache_dir), config.precision, Phase::Prefill)?;
     // The index may be beyond opening: that is what this is for.

@@ -139,7 +139,7 @@ fn models(
     let child = options.spawn_decoder.map(DecoderChild::start);
     let (model, embedder) = std::thread::scope(|scope| {
         let directory = embedder_path.parent().unwrap_or(Path::new("."));
-        let embedder = scope.spawn(|| Embedder::open(directory));
+        let embedder = scope.spawn(|| Embedder::open(directory, config.precision));
         let cache = Some(config.cache_dir.as_path());
         let model = LanguageModel::load(header, cache, config.precision, Phase::Prefill);
         (model, embedder.join())

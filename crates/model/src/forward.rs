@@ -77,6 +77,8 @@ pub(crate) struct Arithmetic {
 /// The shifts that a step's segments have, and its queries rotated for each.
 struct Rotations {
     shifts: Vec<i64>,
+    /// Rows before these see no segment of the shift, and are not rotated for it.
+    first: Vec<usize>,
     angles: Vec<RopeAngles>,
     queries: Vec<Vec<f32>>,
 }
@@ -94,8 +96,15 @@ impl Rotations {
             c.rope.angles(step.rows.iter().map(move |r| r.position as i64 - shift))
         };
         let angles = shifts.iter().map(at).collect();
+        let first = |shift: &i64| {
+            let of = step.segments.iter().filter(|s| s.shift == *shift);
+            let position = of.map(|s| s.position).min().unwrap_or(0);
+            let seeing = step.rows.iter().position(|r| r.position >= position);
+            seeing.unwrap_or(step.rows.len())
+        };
+        let first = shifts.iter().map(first).collect();
         let queries = vec![vec![0.0; step.rows.len() * c.heads * c.head_dim]; shifts.len()];
-        Self { shifts, angles, queries }
+        Self { shifts, first, angles, queries }
     }
 
     /// What attention reads of a step.
@@ -283,10 +292,11 @@ impl<'a> Pass<'a> {
         let c = self.c;
         let q = c.heads * c.head_dim;
         let scale = query_scale(c.head_dim);
-        let Rotations { angles, queries, .. } = &mut self.rotations[s];
-        for (angles, queries) in angles.iter().zip(queries) {
+        let Rotations { first, angles, queries, .. } = &mut self.rotations[s];
+        for ((&first, angles), queries) in first.iter().zip(angles.iter()).zip(queries) {
+            let (queries, qkv) = (&mut queries[first * q..], &qkv[first * width..]);
             for_each_row(queries, q, qkv, width, |i, out, x| {
-                rotate_heads(c.rope.style, angles, i, &x[..q], scale, out);
+                rotate_heads(c.rope.style, angles, first + i, &x[..q], scale, out);
             });
         }
     }

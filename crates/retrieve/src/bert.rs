@@ -1,5 +1,5 @@
 //! A BERT encoder (MiniLM: 6 layers, 384 wide, 12 heads) on the kernels the language model runs on,
-//! in f32, one window at a time.
+//! one window at a time. Products are of the precision asked for; all else is f32.
 
 use std::path::Path;
 
@@ -15,6 +15,13 @@ use crate::words::WordTable;
 
 const HEADS: usize = 12;
 const EPSILON: f32 = 1e-12;
+
+/// How numbers are multiplied.
+#[derive(Clone, Copy)]
+struct Arithmetic {
+    isa: Isa,
+    precision: Precision,
+}
 
 struct Linear {
     weight: PackedMatrix,
@@ -37,7 +44,7 @@ struct Layer {
 
 /// The encoder.
 pub(crate) struct Bert {
-    isa: Isa,
+    on: Arithmetic,
     words: WordTable,
     /// `[position][hidden]`, the embedding of the first type of token added.
     positions: Vec<f32>,
@@ -45,17 +52,20 @@ pub(crate) struct Bert {
     layers: Vec<Layer>,
 }
 
-struct Weights<'a>(SliceSafetensors<'a>);
+struct Weights<'a> {
+    tensors: SliceSafetensors<'a>,
+    precision: Precision,
+}
 
 impl Weights<'_> {
     /// The name a tensor has in this file.
     fn name(&self, name: &str) -> String {
         let long = format!("bert.{name}");
-        if self.0.get(&long).is_ok() { long } else { name.to_owned() }
+        if self.tensors.get(&long).is_ok() { long } else { name.to_owned() }
     }
 
     fn get(&self, name: &str) -> Result<Vec<f32>> {
-        let tensor = self.0.load(&self.name(name), &Device::Cpu)?;
+        let tensor = self.tensors.load(&self.name(name), &Device::Cpu)?;
         tensor.to_dtype(DType::F32)?.flatten_all()?.to_vec1()
     }
 
@@ -74,7 +84,7 @@ impl Weights<'_> {
         if !fits || parts.iter().any(|(w, n)| w.len() != n * k) {
             return Err(Error::Msg(format!("{names:?}: weights of another shape")));
         }
-        Ok(Linear { weight: PackedMatrix::pack_stacked(&parts, k, Precision::Exact), bias })
+        Ok(Linear { weight: PackedMatrix::pack_stacked(&parts, k, self.precision), bias })
     }
 
     fn norm(&self, name: &str) -> Result<Norm> {
@@ -87,18 +97,18 @@ impl Weights<'_> {
 
 impl Linear {
     /// `x · wᵀ + bias`.
-    fn forward(&self, isa: Isa, x: &Activations) -> Vec<f32> {
+    fn forward(&self, on: Arithmetic, x: &[f32]) -> Vec<f32> {
         let rows = x.len() / self.weight.k();
         let mut out = vec![0.0; rows * self.bias.len()];
-        gemm(isa, x, &self.weight, &mut out);
+        gemm(on.isa, &Activations::rounded(on.precision, x), &self.weight, &mut out);
         add_to_rows(&mut out, &self.bias);
         out
     }
 
     /// `to += x · wᵀ + bias`.
-    fn add(&self, isa: Isa, x: &Activations, to: &mut [f32]) {
+    fn add(&self, on: Arithmetic, x: &[f32], to: &mut [f32]) {
         add_to_rows(to, &self.bias);
-        gemm_add(isa, x, &self.weight, to);
+        gemm_add(on.isa, &Activations::rounded(on.precision, x), &self.weight, to);
     }
 }
 
@@ -115,9 +125,9 @@ impl Norm {
 }
 
 impl Bert {
-    pub(crate) fn open(path: &Path) -> Result<Self> {
+    pub(crate) fn open(path: &Path, precision: Precision) -> Result<Self> {
         let bytes = std::fs::read(path)?;
-        let w = Weights(SliceSafetensors::new(&bytes)?);
+        let w = Weights { tensors: SliceSafetensors::new(&bytes)?, precision };
         let mut layers = Vec::new();
         while w.get(&format!("encoder.layer.{}.output.dense.weight", layers.len())).is_ok() {
             let at = |name: &str| format!("encoder.layer.{}.{name}", layers.len());
@@ -133,13 +143,19 @@ impl Bert {
             });
         }
         let name = w.name("embeddings.word_embeddings.weight");
-        let words = WordTable::find(path, &bytes, &w.0, &name)?;
+        let words = WordTable::find(path, &bytes, &w.tensors, &name)?;
         let types = w.get("embeddings.token_type_embeddings.weight")?;
         let mut positions = w.get("embeddings.position_embeddings.weight")?;
         let first_type = types.get(..words.width());
         add_to_rows(&mut positions, first_type.ok_or_else(|| Error::Msg("no types".into()))?);
         let norm = w.norm("embeddings.LayerNorm")?;
-        Ok(Self { isa: Isa::detect(), words, positions, norm, layers })
+        Ok(Self {
+            on: Arithmetic { isa: Isa::detect(), precision },
+            words,
+            positions,
+            norm,
+            layers,
+        })
     }
 
     /// Mean of the last hidden states of one window, `[hidden]`.
@@ -150,9 +166,9 @@ impl Bert {
             return Err(Error::Msg(format!("{} tokens are too many", ids.len())));
         }
         x.iter_mut().zip(&self.positions).for_each(|(x, p)| *x += p);
-        self.norm.forward(self.isa, &mut x);
+        self.norm.forward(self.on.isa, &mut x);
         for layer in &self.layers {
-            x = layer.forward(self.isa, x, width);
+            layer.forward(self.on, &mut x, width);
         }
         let mut mean = vec![0.0; width];
         let share = 1.0 / ids.len() as f32;
@@ -164,24 +180,19 @@ impl Bert {
 }
 
 impl Layer {
-    fn forward(&self, isa: Isa, x: Vec<f32>, width: usize) -> Vec<f32> {
-        let input = Activations::F32(x);
-        let context = attention(isa, &self.qkv.forward(isa, &input), width);
-        let Activations::F32(mut x) = input else { unreachable!("made above") };
-        self.attention_output.add(isa, &context, &mut x);
-        self.attention_norm.forward(isa, &mut x);
-        let input = Activations::F32(x);
-        let mut wide = self.intermediate.forward(isa, &input);
-        gelu(isa, &mut wide, self.intermediate.bias.len());
-        let Activations::F32(mut x) = input else { unreachable!("made above") };
-        self.output.add(isa, &Activations::F32(wide), &mut x);
-        self.output_norm.forward(isa, &mut x);
-        x
+    fn forward(&self, on: Arithmetic, x: &mut [f32], width: usize) {
+        let context = attention(on.isa, &self.qkv.forward(on, x), width);
+        self.attention_output.add(on, &context, x);
+        self.attention_norm.forward(on.isa, x);
+        let mut wide = self.intermediate.forward(on, x);
+        gelu(on.isa, &mut wide, self.intermediate.bias.len());
+        self.output.add(on, &wide, x);
+        self.output_norm.forward(on.isa, x);
     }
 }
 
 /// Every row attends to all rows; `qkv` is `[row][q, k, v]`.
-fn attention(isa: Isa, qkv: &[f32], width: usize) -> Activations {
+fn attention(isa: Isa, qkv: &[f32], width: usize) -> Vec<f32> {
     let (rows, head_dim) = (qkv.len() / (3 * width), width / HEADS);
     let shape = KvShape { layers: 1, kv_heads: HEADS, head_dim };
     let layout = KvLayout::new(shape, KvDtype::F32, rows);
@@ -205,5 +216,5 @@ fn attention(isa: Isa, qkv: &[f32], width: usize) -> Activations {
     let mut attention = Attention::new(isa, Precision::Exact, HEADS, [job]);
     let input = LayerInput { own: &[], queries: &queries };
     attention.run(0, |_| input, ActivationsMut::F32(&mut out));
-    Activations::F32(out)
+    out
 }

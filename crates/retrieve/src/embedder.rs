@@ -5,6 +5,7 @@
 
 use std::path::Path;
 
+use matkv_types::Precision;
 use tokenizers::Tokenizer;
 
 use crate::bert::Bert;
@@ -28,9 +29,9 @@ impl Embedder {
     ///
     /// # Errors
     /// If one of them is missing or not what it should be.
-    pub fn open(dir: &Path) -> Result<Self> {
+    pub fn open(dir: &Path, precision: Precision) -> Result<Self> {
         let weights = dir.join("model.safetensors");
-        let bert = Bert::open(&weights)
+        let bert = Bert::open(&weights, precision)
             .map_err(|e| RetrieveError::Open { path: weights, reason: first_line(&e) })?;
         let path = dir.join("tokenizer.json");
         let err = |reason: String| RetrieveError::Open { path: path.clone(), reason };

@@ -24,8 +24,8 @@ use crate::region::Region;
 const REGISTERED_BYTES_MAX: usize = 1 << 30;
 /// Files registered at a time; others are read through their descriptors.
 const FILES_MAX: usize = 128;
-/// Pieces a burst begins with: with blocks of 1 MiB enough to keep a device busy.
-const WINDOW_MIN: usize = 8;
+/// Pieces a burst begins with: with blocks of 1 MiB almost enough to keep a device busy.
+const WINDOW_MIN: usize = 4;
 /// How long the kernel's submission thread stays awake without work.
 const SQPOLL_IDLE_MS: u32 = 50;
 const WAKE: u64 = u64::MAX;
