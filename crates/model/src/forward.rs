@@ -1,7 +1,9 @@
 //! The forward pass: new rows of some sequences over lists of KV segments.
 //!
 //! Rows of all sequences run through the matrix products together; attention runs per sequence
-//! over its own segments. Nothing is concatenated: segments are read where they lie.
+//! over its own segments. Nothing is concatenated: segments are read where they lie. What nobody
+//! reads is not computed: of the last layer, K and V of all rows, and the rest for rows whose logits
+//! are wanted.
 
 use matkv_kernels::{
     Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,
@@ -141,6 +143,37 @@ struct Buffers {
     gated: Input,
 }
 
+impl Buffers {
+    fn new(c: &LlamaConfig, w: &LlamaWeights, rows: usize) -> Self {
+        let width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
+        Self {
+            normed: Input::zeros(w.kept, rows * c.hidden),
+            qkv: vec![0.0; rows * width],
+            keys: vec![0.0; rows * c.kv_heads * c.head_dim],
+            attended: Input::zeros(w.kept, rows * c.heads * c.head_dim),
+            gate_up: Vec::new(),
+            gated: Input::zeros(w.kept, rows * c.ffn),
+        }
+    }
+
+    /// `x += Wo · attended`, then `x += Wdown · (silu(Wgate · n) · (Wup · n))`, `n = norm(x)`.
+    fn finish_layer(&mut self, isa: Isa, c: &LlamaConfig, layer: &Layer, x: &mut [f32]) {
+        layer.output.add_product(isa, &mut self.attended, x);
+        rms_norm(isa, x, &layer.ffn_norm, c.epsilon, &mut self.normed.values);
+        layer.gate_up.product(isa, &mut self.normed, &mut self.gate_up, &mut self.gated);
+        layer.down.add_product(isa, &mut self.gated, x);
+    }
+}
+
+/// What the last layer computes when not all rows go through it: the last row of each step that
+/// wants logits.
+struct LastRows<'a> {
+    attention: Attention<'a>,
+    /// For each of them its step, and its queries for each shift.
+    rows: Vec<(usize, Vec<Vec<f32>>)>,
+    buffers: Buffers,
+}
+
 struct Pass<'a> {
     isa: Isa,
     c: &'a LlamaConfig,
@@ -150,6 +183,8 @@ struct Pass<'a> {
     own_angles: Vec<RopeAngles>,
     own_rows: Vec<Vec<usize>>,
     buffers: Buffers,
+    /// None if all rows go through the last layer.
+    last: Option<LastRows<'a>>,
     /// What each row of each segment of the first step is attended to, if that is wanted.
     attended: Option<Vec<Vec<f32>>>,
 }
@@ -165,8 +200,11 @@ pub(crate) fn forward(
     go_on: &mut dyn FnMut(usize) -> bool,
 ) -> Option<Vec<Vec<f32>>> {
     let mut pass = Pass::new(arithmetic, c, w, steps);
+    if steps.iter().any(|s| s.rows.len() > usize::from(s.logits)) {
+        pass.last = Some(pass.last_rows(arithmetic.precision, steps));
+    }
     let x = pass.run(steps, go_on)?;
-    Some(pass.logits(steps, &x))
+    Some(pass.logits(&x))
 }
 
 /// Runs a step, and returns for each of its segments what each row is attended to by the step's
@@ -200,15 +238,7 @@ impl<'a> Pass<'a> {
         steps: &[Step<'a>],
     ) -> Self {
         let rows: usize = steps.iter().map(|s| s.rows.len()).sum();
-        let qkv_width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
-        let buffers = Buffers {
-            normed: Input::zeros(w.kept, rows * c.hidden),
-            qkv: vec![0.0; rows * qkv_width],
-            keys: vec![0.0; rows * c.kv_heads * c.head_dim],
-            attended: Input::zeros(w.kept, rows * c.heads * c.head_dim),
-            gate_up: Vec::new(),
-            gated: Input::zeros(w.kept, rows * c.ffn),
-        };
+        let buffers = Buffers::new(c, w, rows);
         let rotations: Vec<_> = steps.iter().map(|step| Rotations::new(c, step)).collect();
         let jobs = steps.iter().zip(&rotations).map(|(step, rotations)| rotations.job(step));
         Self {
@@ -223,7 +253,26 @@ impl<'a> Pass<'a> {
                 .collect(),
             own_rows: steps.iter().map(|s| s.rows.iter().map(|r| r.row).collect()).collect(),
             buffers,
+            last: None,
             attended: None,
+        }
+    }
+
+    fn last_rows(&self, precision: Precision, steps: &[Step<'a>]) -> LastRows<'a> {
+        let c = self.c;
+        let wanted = || (0..steps.len()).filter(|s| steps[*s].logits);
+        let job = |s: usize| {
+            let mut job = self.rotations[s].job(&steps[s]);
+            job.positions.drain(..job.positions.len() - 1);
+            job
+        };
+        let queries =
+            |s: usize| vec![vec![0.0; c.heads * c.head_dim]; self.rotations[s].shifts.len()];
+        let rows: Vec<_> = wanted().map(|s| (s, queries(s))).collect();
+        LastRows {
+            attention: Attention::new(self.isa, precision, c.heads, wanted().map(job)),
+            buffers: Buffers::new(c, self.w, rows.len()),
+            rows,
         }
     }
 
@@ -241,14 +290,23 @@ impl<'a> Pass<'a> {
             if !go_on(i) {
                 return None;
             }
-            self.attention(i, layer, steps, &mut x);
-            self.feed_forward(layer, &mut x);
+            self.project(i, layer, steps, &x);
+            match self.last.take() {
+                Some(last) if i + 1 == self.w.layers.len() => {
+                    x = self.last_layer(i, layer, steps, &x, last);
+                }
+                last => {
+                    self.last = last;
+                    self.attend(i, steps);
+                    self.buffers.finish_layer(self.isa, self.c, layer, &mut x);
+                }
+            }
         }
         Some(x)
     }
 
-    /// `x += Wo · attention(norm(x))`.
-    fn attention(&mut self, i: usize, layer: &Layer, steps: &mut [Step<'_>], x: &mut [f32]) {
+    /// Queries, keys and values of `norm(x)`; keys and values go to their sections.
+    fn project(&mut self, i: usize, layer: &Layer, steps: &mut [Step<'_>], x: &[f32]) {
         let c = self.c;
         let width = layer.qkv.padded_n();
         let Buffers { normed, qkv, .. } = &mut self.buffers;
@@ -259,12 +317,9 @@ impl<'a> Pass<'a> {
         for (s, step) in steps.iter_mut().enumerate() {
             let part = &qkv[first * width..(first + step.rows.len()) * width];
             self.store_rows(i, s, step, part, width);
-            self.rotate_queries(s, part, width);
             first += step.rows.len();
         }
         self.buffers.qkv = qkv;
-        self.attend(i, steps);
-        layer.output.add_product(self.isa, &mut self.buffers.attended, x);
     }
 
     /// Rotates keys to their own position and writes K and V into the own section.
@@ -288,20 +343,23 @@ impl<'a> Pass<'a> {
         append_rows(step.own, &step.own_layout, layer, &self.own_rows[s], k, v);
     }
 
-    fn rotate_queries(&mut self, s: usize, qkv: &[f32], width: usize) {
-        let c = self.c;
-        let q = c.heads * c.head_dim;
-        let scale = query_scale(c.head_dim);
-        let Rotations { first, angles, queries, .. } = &mut self.rotations[s];
-        for ((&first, angles), queries) in first.iter().zip(angles.iter()).zip(queries) {
-            let (queries, qkv) = (&mut queries[first * q..], &qkv[first * width..]);
-            for_each_row(queries, q, qkv, width, |i, out, x| {
-                rotate_heads(c.rope.style, angles, first + i, &x[..q], scale, out);
-            });
-        }
-    }
-
+    /// Attention of all rows.
     fn attend(&mut self, layer: usize, steps: &[Step<'_>]) {
+        let c = self.c;
+        let (q, width) = (c.heads * c.head_dim, self.w.layers[layer].qkv.padded_n());
+        let scale = query_scale(c.head_dim);
+        let mut qkv = &self.buffers.qkv[..];
+        for (step, rotations) in steps.iter().zip(&mut self.rotations) {
+            let Rotations { first, angles, queries, .. } = rotations;
+            let (part, rest) = qkv.split_at(step.rows.len() * width);
+            for ((&first, angles), queries) in first.iter().zip(angles.iter()).zip(queries) {
+                let (queries, qkv) = (&mut queries[first * q..], &part[first * width..]);
+                for_each_row(queries, q, qkv, width, |i, out, x| {
+                    rotate_heads(c.rope.style, angles, first + i, &x[..q], scale, out);
+                });
+            }
+            qkv = rest;
+        }
         let rotations = &self.rotations;
         let input = |s: usize| LayerInput { own: steps[s].own, queries: &rotations[s].queries };
         if let Some(sums) = &mut self.attended {
@@ -310,28 +368,45 @@ impl<'a> Pass<'a> {
         self.attention.run(layer, input, self.buffers.attended.values.as_mut());
     }
 
-    /// `x += Wdown · (silu(Wgate · n) · (Wup · n))`, `n = norm(x)`.
-    fn feed_forward(&mut self, layer: &Layer, x: &mut [f32]) {
-        let Buffers { normed, gate_up, gated, .. } = &mut self.buffers;
-        rms_norm(self.isa, x, &layer.ffn_norm, self.c.epsilon, &mut normed.values);
-        layer.gate_up.product(self.isa, normed, gate_up, gated);
-        layer.down.add_product(self.isa, gated, x);
-    }
-
-    fn logits(&self, steps: &[Step<'_>], x: &[f32]) -> Vec<Vec<f32>> {
+    /// The rest of the last layer for the last row of each step that wants logits; returns them.
+    fn last_layer(
+        &mut self,
+        i: usize,
+        layer: &Layer,
+        steps: &[Step<'_>],
+        x: &[f32],
+        mut last: LastRows<'_>,
+    ) -> Vec<f32> {
         let c = self.c;
-        let mut last = Vec::new();
-        let mut first = 0;
-        for step in steps {
-            first += step.rows.len();
-            if step.logits {
-                last.extend_from_slice(&x[(first - 1) * c.hidden..first * c.hidden]);
+        let (q, width) = (c.heads * c.head_dim, layer.qkv.padded_n());
+        let scale = query_scale(c.head_dim);
+        let mut out = Vec::with_capacity(last.rows.len() * c.hidden);
+        for (s, queries) in &mut last.rows {
+            let rows: usize = steps[..*s].iter().map(|s| s.rows.len()).sum();
+            let (at, own) = (rows + steps[*s].rows.len() - 1, steps[*s].rows.len() - 1);
+            out.extend_from_slice(&x[at * c.hidden..][..c.hidden]);
+            let row = &self.buffers.qkv[at * width..][..q];
+            for (angles, queries) in self.rotations[*s].angles.iter().zip(queries) {
+                rotate_heads(c.rope.style, angles, own, row, scale, queries);
             }
         }
-        let mut normed = Input::zeros(self.w.head_kept, last.len());
-        rms_norm(self.isa, &last, &self.w.norm, c.epsilon, &mut normed.values);
+        if out.is_empty() {
+            return out;
+        }
+        let rows = &last.rows;
+        let input = |r: usize| LayerInput { own: steps[rows[r].0].own, queries: &rows[r].1 };
+        last.attention.run(i, input, last.buffers.attended.values.as_mut());
+        last.buffers.finish_layer(self.isa, c, layer, &mut out);
+        out
+    }
+
+    /// Logits of rows that have gone through all layers.
+    fn logits(&self, x: &[f32]) -> Vec<Vec<f32>> {
+        let c = self.c;
+        let mut normed = Input::zeros(self.w.head_kept, x.len());
+        rms_norm(self.isa, x, &self.w.norm, c.epsilon, &mut normed.values);
         let head = self.w.ends.head();
-        let mut out = vec![0.0; last.len() / c.hidden * head.padded_n()];
+        let mut out = vec![0.0; x.len() / c.hidden * head.padded_n()];
         head.product(self.isa, &mut normed, &mut out);
         out.chunks_exact(head.padded_n()).map(|row| row[..c.vocab].to_vec()).collect()
     }
