@@ -12,6 +12,7 @@
 #![cfg_attr(not(test), deny(clippy::unwrap_used))]
 
 mod activations;
+mod ahead;
 mod attention;
 mod block;
 mod gemm;

@@ -7,6 +7,7 @@
 
 use half::f16;
 
+use crate::ahead::{To, ahead};
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
 use crate::pointwise::silu_mul;
@@ -22,6 +23,8 @@ const TILE: usize = LANES;
 const ROWS: usize = 8;
 /// Scales, and minimums, of one block of a tile.
 const SCALE_BYTES: usize = 2 * TILE;
+/// How far ahead of those that are multiplied weights are asked for.
+const AHEAD_BYTES: usize = 2560;
 /// Bytes of weights one task reads at most: threads that are late leave less to wait for.
 const TASK_BYTES: usize = 256 << 10;
 
@@ -290,6 +293,9 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
             w[1] = w[1].add(stride);
         }
         for b in 0..blocks {
+            for w in w {
+                ahead(To::L1, w.wrapping_add(AHEAD_BYTES), kind.tile_bytes());
+            }
             // A few sums have two chains each, so that none waits for itself; integers add up in
             // any order.
             let chains = if M * N < 4 { 2 } else { 1 };

@@ -5,6 +5,7 @@ use std::ops::Range;
 use matkv_types::GROUP_ROWS;
 
 use crate::activations::Stored;
+use crate::ahead::{To, ahead};
 use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Queries, Scratch};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
@@ -13,17 +14,6 @@ use crate::quantize::quantize;
 
 /// How far ahead of the one that is multiplied a tile is asked for.
 const TILES_AHEAD: usize = 2;
-
-/// Asks for the lines of some bytes, which need not exist.
-#[inline(always)]
-fn prefetch(from: *const u8, bytes: usize) {
-    #[cfg(target_arch = "x86_64")]
-    for at in (0..bytes).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: a hint; it reads nothing and cannot fault.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(at).cast()) };
-    }
-}
 
 /// `scores[m][BLOCK_ROWS] = Q · Kᵀ` for some tiles; `q` is `[m][HEAD_DIM_MAX]`, a stride known when
 /// this is compiled, which saves the loop an addition per row and step.
@@ -43,8 +33,8 @@ pub(crate) unsafe fn scores<L: Lanes, P: Product>(
     for t in tiles.clone().step_by(2) {
         if block.ahead {
             let tile = LANES * dim * size_of::<P::B>();
-            prefetch(block.k.wrapping_add((t + TILES_AHEAD) * tile), 2 * tile);
-            prefetch(block.v.wrapping_add(t * tile), 2 * tile);
+            ahead(To::L2, block.k.wrapping_add((t + TILES_AHEAD) * tile), 2 * tile);
+            ahead(To::L2, block.v.wrapping_add(t * tile), 2 * tile);
         }
         // SAFETY: same contract; `scores` has a row of BLOCK_ROWS for each query row.
         unsafe {

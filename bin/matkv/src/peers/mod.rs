@@ -19,7 +19,7 @@ use std::path::PathBuf;
 
 use anyhow::{anyhow, ensure};
 use matkv_config::{Config, Resolved};
-use matkv_loader_core::measure::machine::Peaks;
+use matkv_loader_core::measure::machine;
 use matkv_loader_core::measure::speed::Speed;
 
 use crate::args::PeersOptions;
@@ -47,7 +47,7 @@ struct Bench<'a> {
     figures: Vec<Figure>,
     notes: Vec<String>,
     speed: OnceCell<Speed>,
-    peaks: OnceCell<Peaks>,
+    bf16_peak: OnceCell<f64>,
     /// Weight types of llama.cpp by their prefill of 1,024 tokens, the fastest first.
     types: OnceCell<Vec<&'static str>>,
 }
@@ -119,7 +119,7 @@ pub async fn run(
         figures: Vec::new(),
         notes: Vec::new(),
         speed: OnceCell::new(),
-        peaks: OnceCell::new(),
+        bf16_peak: OnceCell::new(),
         types: OnceCell::new(),
     };
     let complete = bench.all().await;
@@ -190,9 +190,9 @@ impl Bench<'_> {
         self.speed.get().ok_or_else(|| anyhow!("the model was not opened"))
     }
 
-    fn peaks(&self) -> anyhow::Result<Peaks> {
+    fn bf16_peak(&self) -> anyhow::Result<f64> {
         let team = self.speed()?.team();
-        Ok(*self.peaks.get_or_init(|| Peaks::measure(team)))
+        Ok(*self.bf16_peak.get_or_init(|| machine::bf16_peak(team)))
     }
 
     /// llama.cpp's weight types, the fastest in prefill first; measured once in a run.

@@ -223,14 +223,14 @@ impl Bench<'_> {
     /// What a request of linked(32) cannot be faster than: its operations at the peak, or its
     /// bytes at fio's rate.
     fn floor(&mut self, prompt: &Prompt, times: &Times) -> anyhow::Result<()> {
-        let peaks = self.peaks()?;
+        let peak = self.bf16_peak()?;
         ensure!(!times.fio.is_empty(), "fio is not installed; `apt-get install fio`");
         let speed = self.speed()?;
         let prefix = speed.prefix().len();
         // Link tokens of every chunk but the first, and the question.
         let links = (1..CHUNKS).flat_map(|i| (0..LINK).map(move |k| prefix + i * CHUNK + k));
         let positions = links.chain(prompt.stored..prompt.ids.len());
-        let compute = operations(speed.model(), positions, 1) / peaks.bf16 * 1e3;
+        let compute = operations(speed.model(), positions, 1) / peak * 1e3;
         let size = |f: &PathBuf| std::fs::metadata(f).map(|m| m.len());
         let bytes: u64 = prompt.files.iter().map(size).sum::<Result<u64, _>>()?;
         let load: Vec<f64> = times.fio.iter().map(|rate| bytes as f64 / rate * 1e3).collect();
@@ -243,7 +243,7 @@ impl Bench<'_> {
              dimension of each head and row attended to, and the output projection of one row, at \
              {:.0} GFLOP/s; {:.1} MB at fio's rate of the same round",
             3 * LINK + prompt.ids.len() - prompt.stored,
-            peaks.bf16 / 1e9,
+            peak / 1e9,
             bytes as f64 / 1e6
         ));
         Ok(())

@@ -6,25 +6,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use matkv_kernels::{Activations, Isa, PackedMatrix, gemm, peak_flops, team};
 use matkv_model::{LanguageModel, Team};
+use matkv_sys::{Segment, SlotRef};
 use matkv_types::Precision;
 
 use super::text;
 
 /// Larger than the last-level cache of any known processor.
-const STREAM_BYTES: usize = 1 << 30;
+const STREAM_BYTES: usize = 512 << 20;
 /// The best of so many passes is the bandwidth: a floor must not be slow because of neighbours.
 const PASSES: usize = 7;
 /// Rows of the products whose speed is held against the peak.
 const GEMM_ROWS: [usize; 2] = [512, 2048];
-
-/// Peaks of all threads together.
-#[derive(Clone, Copy, Debug)]
-pub struct Peaks {
-    /// Floating-point operations a second of bf16 dot products on registers.
-    pub bf16: f64,
-    /// Bytes a second of reading memory.
-    pub memory: f64,
-}
 
 /// As many threads as the measured process has.
 ///
@@ -34,39 +26,54 @@ pub fn team(threads: usize) -> Result<Team, String> {
     Team::new(threads, "bench").map_err(text)
 }
 
-impl Peaks {
-    /// Measures both.
-    pub fn measure(team: &Team) -> Self {
-        team.install(|| Self {
-            bf16: peak_flops(Isa::detect(), Precision::Bf16),
-            memory: memory_rate(),
-        })
-    }
+/// Floating-point operations a second of bf16 dot products on registers, of all threads together.
+pub fn bf16_peak(team: &Team) -> f64 {
+    team.install(|| peak_flops(Isa::detect(), Precision::Bf16))
 }
 
-/// Every thread sums its own part of a large buffer.
-fn memory_rate() -> f64 {
-    let words: Vec<u64> = (0..STREAM_BYTES as u64 / 8).collect();
-    let (threads, total) = (team::threads(), AtomicU64::new(0));
-    let part = words.len().div_ceil(threads);
-    let pass = |_| {
+/// Memory as the arena's, and how fast all threads together read it. It changes from one second to
+/// the next where other machines share it: to be asked beside what it is a floor of.
+pub struct Memory {
+    bytes: SlotRef,
+    _segment: Segment,
+}
+
+impl Memory {
+    /// # Errors
+    /// If there is not enough.
+    pub fn new() -> Result<Self, String> {
+        let name = format!("matkv-memory-{}", std::process::id());
+        let segment = Segment::create(&name, STREAM_BYTES).map_err(text)?;
+        let mut bytes = segment.region().exclusive(0..STREAM_BYTES).map_err(text)?;
+        bytes.fill(1);
+        Ok(Self { bytes: bytes.freeze(), _segment: segment })
+    }
+
+    /// Bytes a second.
+    pub fn peak(&self, team: &Team) -> f64 {
+        team.install(|| (0..PASSES).map(|_| self.pass()).fold(0.0, f64::max))
+    }
+
+    /// Every thread sums its own part.
+    fn pass(&self) -> f64 {
+        let (threads, total) = (team::threads(), AtomicU64::new(0));
+        let part = STREAM_BYTES.div_ceil(threads);
         let started = Instant::now();
         team::for_each(threads, |i| {
-            let mine = &words[(i * part).min(words.len())..((i + 1) * part).min(words.len())];
+            let mine = &self.bytes[i * part..((i + 1) * part).min(STREAM_BYTES)];
             total.fetch_add(sum(mine), Ordering::Relaxed);
         });
         std::hint::black_box(&total);
         STREAM_BYTES as f64 / started.elapsed().as_secs_f64()
-    };
-    (0..PASSES).map(pass).fold(0.0, f64::max)
+    }
 }
 
 /// Independent chains, so that memory and not the additions is the limit.
-fn sum(words: &[u64]) -> u64 {
+fn sum(bytes: &[u8]) -> u64 {
     let mut sums = [0u64; 32];
-    for chunk in words.chunks_exact(32) {
-        for (sum, word) in sums.iter_mut().zip(chunk) {
-            *sum = sum.wrapping_add(*word);
+    for chunk in bytes.as_chunks::<256>().0 {
+        for (sum, word) in sums.iter_mut().zip(chunk.as_chunks().0) {
+            *sum = sum.wrapping_add(u64::from_le_bytes(*word));
         }
     }
     sums.into_iter().fold(0, u64::wrapping_add)

@@ -6,11 +6,12 @@ use std::time::Instant;
 use matkv_config::Config;
 use matkv_format::{ChunkFile, Superblock};
 use matkv_model::{
-    Detokenizer, ForwardRow, LanguageModel, Phase, PromptTexts, Segment, Source, Step, Team,
-    model_path,
+    Detokenizer, ForwardRow, LanguageModel, Phase, PromptTexts, Segment as KvRun, Source, Step,
+    Team, model_path,
 };
 use matkv_store::{Identity, Store, StoreOptions, TierOptions};
-use matkv_types::{ChunkId, ContentId, Encoding, KvDtype, KvLayout};
+use matkv_sys::{Segment, SlotRef};
+use matkv_types::{ChunkId, ContentId, Encoding, KvDtype, KvLayout, PAGE_BYTES};
 
 use super::load::add;
 use super::machine;
@@ -49,7 +50,8 @@ impl Rows {
 
 /// A sequence to decode: stored rows, and its own.
 struct Sequence<'a> {
-    chunks: Vec<(&'a Rows, usize)>,
+    stored: KvLayout,
+    chunks: Vec<(&'a SlotRef, usize)>,
     own: Vec<u8>,
     layout: KvLayout,
     context: usize,
@@ -145,9 +147,9 @@ impl Speed {
                 .map(|i| ForwardRow { token: tokens[i], position: base + i, row: i })
                 .collect();
             let segment =
-                |source, rows, position| Segment { source, first_row: 0, rows, position, shift: 0 };
+                |source, rows, position| KvRun { source, first_row: 0, rows, position, shift: 0 };
             let before = before.map(|b| segment(Source::Slot(&b.bytes, b.layout), base, 0));
-            let segments: Vec<Segment<'_>> =
+            let segments: Vec<KvRun<'_>> =
                 before.into_iter().chain([segment(Source::Own, end, base)]).collect();
             let logits = logits && end == tokens.len();
             let (rows, segments, own) = (&new[..], &segments[..], &mut rows.bytes[..]);
@@ -227,7 +229,10 @@ impl Speed {
 /// Contexts to decode over, made once.
 pub struct Decoding<'a> {
     speed: &'a Speed,
-    chunks: Vec<Rows>,
+    layout: KvLayout,
+    chunks: Vec<SlotRef>,
+    /// What the chunks lie in, as in an arena.
+    _segment: Segment,
 }
 
 impl<'a> Decoding<'a> {
@@ -235,17 +240,27 @@ impl<'a> Decoding<'a> {
     /// memory of their own.
     ///
     /// # Errors
-    /// If a chunk cannot be encoded.
+    /// If a chunk cannot be encoded, or there is no memory.
     pub fn prepare(speed: &'a Speed, count: usize, size: usize) -> Result<Self, String> {
-        let chunk = speed.chunk(size)?;
-        Ok(Self { speed, chunks: vec![chunk; count] })
+        let Rows { bytes, layout } = speed.chunk(size)?;
+        let len = bytes.len().next_multiple_of(PAGE_BYTES);
+        let name = format!("matkv-decoding-{}", std::process::id());
+        let segment = Segment::create(&name, count * len).map_err(text)?;
+        let chunk = |i: usize| {
+            let mut slot = segment.region().exclusive(i * len..(i + 1) * len).map_err(text)?;
+            slot[..bytes.len()].copy_from_slice(&bytes);
+            Ok(slot.freeze())
+        };
+        let chunks = (0..count).map(chunk).collect::<Result<_, String>>()?;
+        Ok(Self { speed, layout, chunks, _segment: segment })
     }
 
     fn sequence(&self, chunks: &[usize], rows: usize, room: usize) -> Sequence<'_> {
-        let size = self.chunks[0].layout.rows;
+        let size = self.layout.rows;
         let take = |(n, i): (usize, &usize)| (&self.chunks[*i], size.min(rows - n * size));
         let layout = KvLayout::new(self.speed.decode.kv_shape(), KvDtype::Bf16, room + 1);
         Sequence {
+            stored: self.layout,
             chunks: chunks.iter().enumerate().map(take).collect(),
             own: vec![0; layout.total_bytes()],
             layout,
@@ -256,7 +271,7 @@ impl<'a> Decoding<'a> {
 
     /// Seconds of each step of one sequence over `context` stored rows.
     pub fn one(&self, context: usize, steps: usize) -> Vec<f64> {
-        let size = self.chunks[0].layout.rows;
+        let size = self.layout.rows;
         let chunks: Vec<usize> = (0..context.div_ceil(size)).collect();
         self.steps(vec![self.sequence(&chunks, context, steps)], steps)
     }
@@ -264,7 +279,7 @@ impl<'a> Decoding<'a> {
     /// Seconds of each step of `count` sequences over `context` rows, the first half of which all
     /// read from the same chunks.
     pub fn shared(&self, count: usize, context: usize, steps: usize) -> Vec<f64> {
-        let each = context / self.chunks[0].layout.rows;
+        let each = context / self.layout.rows;
         let sequences = (0..count).map(|s| {
             let common = each / 2;
             let chunks: Vec<usize> = (0..each)
@@ -282,7 +297,7 @@ impl<'a> Decoding<'a> {
 
     /// Bytes a step of one sequence over `context` stored rows must read: weights and rows.
     pub fn bytes(&self, context: usize) -> f64 {
-        let layout = self.chunks[0].layout;
+        let layout = self.layout;
         let rows = layout.shape.layers * layout.layer_bytes();
         self.speed.decode.weight_bytes() as f64 + rows as f64 / layout.rows as f64 * context as f64
     }
@@ -308,7 +323,7 @@ impl<'a> Decoding<'a> {
                 [ForwardRow { token: token(position), position, row: s.decoded }]
             })
             .collect();
-        let segments: Vec<Vec<Segment<'_>>> = sequences.iter().map(Sequence::segments).collect();
+        let segments: Vec<Vec<KvRun<'_>>> = sequences.iter().map(Sequence::segments).collect();
         let mut steps: Vec<Step<'_>> = sequences
             .iter_mut()
             .zip(rows.iter().zip(&segments))
@@ -330,17 +345,17 @@ impl<'a> Decoding<'a> {
 
 impl<'a> Sequence<'a> {
     /// As a request has them: every chunk was computed at the same position.
-    fn segments(&self) -> Vec<Segment<'a>> {
+    fn segments(&self) -> Vec<KvRun<'a>> {
         let mut position = 0;
         let mut out = Vec::new();
         for (chunk, rows) in &self.chunks {
-            let source = Source::Slot(&chunk.bytes, chunk.layout);
+            let source = Source::Slot(chunk, self.stored);
             let shift = position as i64;
-            out.push(Segment { source, first_row: 0, rows: *rows, position, shift });
+            out.push(KvRun { source, first_row: 0, rows: *rows, position, shift });
             position += rows;
         }
         let rows = self.decoded + 1;
-        out.push(Segment { source: Source::Own, first_row: 0, rows, position, shift: 0 });
+        out.push(KvRun { source: Source::Own, first_row: 0, rows, position, shift: 0 });
         out
     }
 }
