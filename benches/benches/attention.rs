@@ -6,15 +6,16 @@ use std::time::Instant;
 use matkv_kernels::{
     Activations, Attention, AttentionJob, Isa, LayerInput, Section, SegmentView, team,
 };
-use matkv_types::{KvDtype, KvLayout, KvShape, Precision, f32_to_bf16};
+use matkv_sys::{Segment, SlotRef};
+use matkv_types::{KvDtype, KvLayout, KvShape, PAGE_BYTES, Precision, f32_to_bf16};
 
 /// SmolLM2-135M: its layers in turn, so that one query finds nothing in a cache.
 const SHAPE: KvShape = KvShape { layers: 30, kv_heads: 3, head_dim: 64 };
 const HEADS: usize = 9;
 const CONTEXT: usize = 4096;
 
-/// Finite rows of any value, scales included.
-fn section(layout: &KvLayout) -> Vec<u8> {
+/// Finite rows of any value, scales included, in memory as the arena's.
+fn section(layout: &KvLayout) -> (SlotRef, Segment) {
     let fill = match layout.dtype {
         KvDtype::F32 => 0.25f32.to_le_bytes(),
         _ => {
@@ -22,7 +23,12 @@ fn section(layout: &KvLayout) -> Vec<u8> {
             [a, b, a, b]
         }
     };
-    fill.into_iter().cycle().take(layout.total_bytes()).collect()
+    let len = layout.total_bytes().next_multiple_of(PAGE_BYTES);
+    let name = format!("matkv-attention-{}", std::process::id());
+    let segment = Segment::create(&name, len).expect("memory");
+    let mut slot = segment.region().exclusive(0..len).expect("all of it");
+    slot.iter_mut().zip(fill.into_iter().cycle()).for_each(|(to, x)| *to = x);
+    (slot.freeze(), segment)
 }
 
 fn main() {
@@ -31,7 +37,7 @@ fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).filter(|a| a != "--bench").collect();
     for dtype in [KvDtype::F32, KvDtype::Bf16, KvDtype::Int8] {
         let layout = KvLayout::new(SHAPE, dtype, CONTEXT);
-        let section = section(&layout);
+        let (section, _segment) = section(&layout);
         for precision in Precision::ALL {
             for rows in [1, 24, 512] {
                 let names = [dtype.to_string(), precision.to_string(), rows.to_string()];

@@ -19,7 +19,7 @@ const EDGES: &[(&str, &[&str])] = &[
     ("crates/ring", &["types", "sys"]),
     ("crates/store", &["types", "format", "sys"]),
     ("crates/model", &["types", "kernels", "sys"]),
-    ("crates/retrieve", &["types", "model", "store"]),
+    ("crates/retrieve", &["types", "kernels", "model", "store"]),
     (
         "crates/loader",
         &[

@@ -113,7 +113,8 @@ fn machine(config: &Config) -> Vec<Check> {
             .or(
                 huge,
                 Grade::Advice,
-                "shared memory has pages of 4 KiB; as root: echo advise > \
+                "the arena's huge pages are collapsed from small ones at every start, up to a \
+                 second a GiB; faster, as root: echo advise > \
                  /sys/kernel/mm/transparent_hugepage/shmem_enabled",
             ),
         check("locked memory", if free { "no limit (CAP_IPC_LOCK)".into() } else { shown(locked) })

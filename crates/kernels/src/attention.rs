@@ -25,6 +25,10 @@ use crate::totals::{merge, store_row};
 const QUERY_ROWS: usize = 16;
 /// Up to this many query rows, work is split over context instead of over rows.
 const SPLIT_CONTEXT_ROWS: usize = 4;
+/// Blocks that a thread takes one after the other at most, as long as each has so many tasks that
+/// none waits long for another: what the next block begins with is asked for in the one before.
+const BLOCKS_PER_TASK: usize = 4;
+const TASKS_PER_THREAD: usize = 6;
 /// Up to this many queries of a head, rows of KV are asked for ahead.
 const AHEAD_ROWS: usize = 24;
 
@@ -281,11 +285,13 @@ impl<'a> Attention<'a> {
         };
         let partials = self.partials.as_mut_ptr();
         let layer = Layer { plan: self, layer, input: &input, out, partials };
+        // Blocks of one head after the other: they lie side by side.
         let (layer, blocks) = (&layer, self.shared.len() * g.kv_heads);
-        team::for_each(self.rows.len() + blocks, |i| match i.checked_sub(blocks) {
+        let run = (blocks / (TASKS_PER_THREAD * team::threads())).clamp(1, BLOCKS_PER_TASK);
+        let tasks = blocks.div_ceil(run);
+        team::for_each(self.rows.len() + tasks, |i| match i.checked_sub(tasks) {
             Some(i) => layer.sequential(self.rows[i].0, self.rows[i].1),
-            // Blocks of one head after the other: they lie side by side.
-            None => layer.shared_block(i / self.shared.len(), i % self.shared.len()),
+            None => layer.shared_blocks(i * run..((i + 1) * run).min(blocks)),
         });
         if blocks > 0 {
             let heads = self.jobs.len() * g.kv_heads;
@@ -415,6 +421,7 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             lo: s.first_row.saturating_sub(start),
             hi: (s.first_row + s.rows - start).min(BLOCK_ROWS),
             ahead: false,
+            next: std::ptr::null(),
         }
     }
 
@@ -424,10 +431,12 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         at: (usize, usize),
         kv_head: usize,
         (q, visible, scratch): (&[f32], &[usize], &mut Scratch),
+        next: *const u8,
         partial: &mut Partial<'_>,
     ) {
         let (g, mut block) = (self.plan.g, self.block(at, kv_head));
         block.ahead = visible.len() <= AHEAD_ROWS;
+        block.next = next;
         let queries = Queries { q, dim: g.dim, visible };
         // SAFETY: it has been checked that the segment's rows lie inside the section; blocks are
         // padded to whole tiles there; the section is borrowed, so nobody writes it.
@@ -468,7 +477,8 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
                 b.visible.clear();
                 self.look(job, block, rows, &mut b.visible);
                 let memory = (&b.queries[..], &b.visible[..], &mut *b.scratch);
-                self.block_partial((job, block), rows.kv_head, memory, &mut partial);
+                let next = std::ptr::null();
+                self.block_partial((job, block), rows.kv_head, memory, next, &mut partial);
                 // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
                 unsafe { merge(g.isa, &mut total, &partial) };
             }
@@ -495,10 +505,26 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         Partial::new(unsafe { std::slice::from_raw_parts_mut(self.partials.add(at), len) }, m)
     }
 
+    /// Partials of some blocks, counted head by head, for every job that sees them.
+    fn shared_blocks(&self, blocks: Range<usize>) {
+        let count = self.plan.shared.len();
+        for i in blocks.clone() {
+            let next = Some(i + 1).filter(|n| blocks.contains(n)).map(|n| {
+                let first = self.members(n % count)[0];
+                self.block((first.job, first.block), n / count).k
+            });
+            self.shared_block(i / count, i % count, next.unwrap_or(std::ptr::null()));
+        }
+    }
+
+    fn members(&self, shared: usize) -> &[Member] {
+        &self.plan.members[self.plan.shared[shared].clone()]
+    }
+
     /// Partials of one block for every job that sees it.
-    fn shared_block(&self, kv_head: usize, shared: usize) {
+    fn shared_block(&self, kv_head: usize, shared: usize, next: *const u8) {
         let g = self.plan.g;
-        let members = &self.plan.members[self.plan.shared[shared].clone()];
+        let members = self.members(shared);
         let first = members[0];
         with_buffers(|b| {
             b.queries.clear();
@@ -513,7 +539,7 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             b.partial.resize(Partial::len(m, g.dim), 0.0);
             let mut partial = Partial::new(&mut b.partial, m);
             let memory = (&b.queries[..], &b.visible[..], &mut *b.scratch);
-            self.block_partial((first.job, first.block), kv_head, memory, &mut partial);
+            self.block_partial((first.job, first.block), kv_head, memory, next, &mut partial);
             let mut row = 0;
             for m in members {
                 let Some(at) = self.plan.jobs[m.job].partials else { continue };

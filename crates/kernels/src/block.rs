@@ -9,6 +9,7 @@
 
 use matkv_types::{KvDtype, Precision};
 
+use crate::ahead::{To, ahead};
 use crate::isa::dispatch;
 use crate::lanes::{LANES, Lanes};
 use crate::micro;
@@ -19,6 +20,8 @@ use crate::values::{pv, weighted_sum};
 
 /// KV rows of a block: 256 bf16 rows of 64 dimensions are 32 KiB of K and of V.
 pub(crate) const BLOCK_ROWS: usize = 256;
+/// What is asked for of the next block's K.
+const NEXT_BYTES: usize = 8192;
 /// Largest head dimension. Sums of 256 products of a 16-bit and an 8-bit integer fit 31 bits:
 /// `256 · 32,767 · 128 < 2³¹`, over dimensions as well as over the rows of a block.
 pub const HEAD_DIM_MAX: usize = 256;
@@ -46,6 +49,8 @@ pub(crate) struct Block {
     /// Whether rows are asked for before they are needed: with few queries, what they cost is to
     /// come from memory.
     pub ahead: bool,
+    /// K of the block the thread takes next; null if there is none.
+    pub next: *const u8,
 }
 
 /// What a block, or many, contribute to some query rows.
@@ -201,6 +206,9 @@ unsafe fn few_rows<L: Lanes>(
     // as many.
     unsafe {
         block_scores::<L>(precision, queries, block, hi, scratch);
+        if block.ahead && !block.next.is_null() {
+            ahead(To::L2, block.next, NEXT_BYTES);
+        }
         match (block.dtype, precision) {
             (KvDtype::F32, _) => {
                 softmax::<L, f32>(queries, seen, None, in_place, in_place, partial);

@@ -113,30 +113,30 @@ pub fn layer_norm(isa: Isa, x: &mut [f32], weight: &[f32], bias: &[f32], epsilon
     for_each_row(x, width, |_, row| unsafe { layer_norm_row(isa, row, weight, bias, epsilon) });
 }
 
-/// `x · Φ(x) = x/2 · (1 + erf(x/√2))`, erf as in Abramowitz and Stegun 7.1.26: off by at most 1.5e-7,
-/// and f32 rounding.
+/// `x · Φ(x) = x/2 · (1 + erf(x/√2))`, erf as in Abramowitz and Stegun 7.1.26: off by at most
+/// 1.5e-7, and f32 rounding.
 #[inline(always)]
 unsafe fn gelu_body<L: Lanes>(x: &mut [f32]) {
-    let (zero, one) = (0.0f32, 1.0f32);
     // SAFETY: the length is a multiple of the lane count, as `gelu` has checked.
     unsafe {
         for i in (0..x.len()).step_by(LANES) {
             let at = x.as_mut_ptr().add(i);
             let v = L::load(at);
             let z = L::mul(v, L::splat(std::f32::consts::FRAC_1_SQRT_2));
-            let z = L::max(z, L::sub(L::splat(zero), z));
-            let t = L::div(L::splat(one), L::fma(z, L::splat(0.327_591_1), L::splat(one)));
+            let z = L::max(z, L::sub(L::splat(0.0), z));
+            let t = L::div(L::splat(1.0), L::fma(z, L::splat(0.327_591_1), L::splat(1.0)));
             let mut p = L::splat(1.061_405_4);
             for c in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6] {
                 p = L::fma(p, t, L::splat(c));
             }
             // 1 − erf |z|; beyond 86 the exponential function ends, long after this is 0.
-            let e = L::exp(L::sub(L::splat(zero), L::mul(z, z)));
+            let e = L::exp(L::sub(L::splat(0.0), L::mul(z, z)));
             let tail = L::mul(L::mul(p, t), e);
-            // Φ is tail/2 on the left and 1 − tail/2 on the right: x · Φ = max(x, 0) − |x| · tail/2.
-            let magnitude = L::max(v, L::sub(L::splat(zero), v));
+            // Φ is tail/2 on the left and 1 − tail/2 on the right, so that x · Φ is
+            // max(x, 0) − |x| · tail/2.
+            let magnitude = L::max(v, L::sub(L::splat(0.0), v));
             let half = L::mul(magnitude, L::mul(tail, L::splat(-0.5)));
-            L::store(at, L::add(L::max(v, L::splat(zero)), half));
+            L::store(at, L::add(L::max(v, L::splat(0.0)), half));
         }
     }
 }

@@ -104,8 +104,9 @@ pub(crate) unsafe fn scaled_scores<L: Lanes>(
 }
 
 /// The same in integers. A query row has one factor for the block, in which the largest of its
-/// products with the block's largest scales is the largest integer; a group's `q · s` is that integer
-/// times the group's share of the largest scale, rounded once more: off by less than one of 32,767.
+/// products with the block's largest scales is the largest integer; a group's `q · s` is that
+/// integer times the group's share of the largest scale, rounded once more: off by less than one of
+/// 32,767.
 ///
 /// # Safety
 /// As for [`scaled_scores`]; every group with a row below `block.hi` has scales.

@@ -2,8 +2,8 @@
 //!
 //! Rows of all sequences run through the matrix products together; attention runs per sequence
 //! over its own segments. Nothing is concatenated: segments are read where they lie. What nobody
-//! reads is not computed: of the last layer, K and V of all rows, and the rest for rows whose logits
-//! are wanted.
+//! reads is not computed: the last layer makes K and V of all rows, and the rest only of rows whose
+//! logits are wanted.
 
 use matkv_kernels::{
     Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,

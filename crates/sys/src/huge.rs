@@ -1,8 +1,8 @@
 //! Shared mappings in huge pages, where the kernel has them.
 //!
-//! Rows and weights are read from end to end: with pages of 4 KiB a core of Zen 4 reads 17 … 24 GB/s
-//! of them, with pages of 2 MiB 28 … 33. Nothing here is needed for more than speed, so that what
-//! the kernel refuses is no error.
+//! Rows and weights are read from end to end: with pages of 4 KiB a core of Zen 4 has read 17 … 24
+//! GB/s of them, with pages of 2 MiB 28 … 33. Nothing here is needed for more than speed, so that
+//! what the kernel refuses is no error.
 
 use std::ffi::c_void;
 use std::fs::File;

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use shared_memory::{Shmem, ShmemConf};
 
 use crate::error::{Result, SysError};
+use crate::files::free_bytes;
 use crate::huge::SharedMapping;
 use crate::region::{Backing, Region};
 
@@ -50,6 +51,7 @@ impl Segment {
             .size(len)
             .create()
             .map_err(|e| err(e.to_string()))?;
+        touch(name, len);
         allocate(name, len).map_err(|e| {
             err(format!(
                 "{len} bytes cannot be allocated ({e}); lower arena.size or enlarge /dev/shm"
@@ -119,6 +121,17 @@ impl Segment {
 
 fn shm_path(name: &str) -> std::path::PathBuf {
     Path::new("/dev/shm").join(name)
+}
+
+/// Brings the pages in through a mapping that asks for huge ones: where the system gives them to
+/// shared memory they come at once, and need not be collapsed from small ones.
+fn touch(name: &str, len: usize) {
+    let room = free_bytes(Path::new("/dev/shm")).is_ok_and(|free| free >= len as u64);
+    let file = File::options().read(true).write(true).open(shm_path(name));
+    let (true, Ok(file)) = (room, file) else { return };
+    if let Ok(mapping) = SharedMapping::new(&file, len, libc::PROT_READ | libc::PROT_WRITE) {
+        mapping.populate(libc::MADV_POPULATE_WRITE);
+    }
 }
 
 fn allocate(name: &str, len: usize) -> std::io::Result<()> {

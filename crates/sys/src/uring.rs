@@ -3,8 +3,9 @@
 //! Requests are cut into pieces of one block that fill the queue across requests and their files,
 //! so that a deep queue stays deep between files, and all free places are filled with one system
 //! call. A device serves all it has been given side by side: so a burst begins with a few pieces,
-//! which then come soon, and each that has come makes room for one more. New requests wake the thread through an eventfd that is itself read through the ring. The
-//! arena is registered where the memory-lock limit allows; so are files, while they are read.
+//! which then come soon, and each that has come makes room for one more. New requests wake the
+//! thread through an eventfd that is itself read through the ring. The arena is registered where
+//! the memory-lock limit allows; so are files, while they are read.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
