@@ -19,10 +19,10 @@ use crate::weights_file::WeightsDir;
 /// Names the arithmetic every row is computed with; another class is another fingerprint.
 const fn arithmetic_class(precision: Precision) -> &'static str {
     match precision {
-        Precision::Exact => "f32 fma, edges added, blocks of 256 rows, bf16 own rows",
+        Precision::Exact => "f32 fma, powers of 2, edges added, blocks of 256 rows, bf16 own rows",
         Precision::Bf16 => {
-            "bf16 products, f32 sums, odd then even, edges added, blocks of 256 rows, \
-             int16 by block x int8 over int8 rows, bf16 own rows"
+            "bf16 products, f32 sums, odd then even, powers of 2, edges added, blocks of 256 rows, \
+             int16 by block, shares of its groups, x int8 over int8 rows, bf16 own rows"
         }
     }
 }
