@@ -148,6 +148,7 @@ fn settings_that_cannot_be() {
         ("chunker.chunk_overlap=128", &["chunker.chunk_overlap", "smaller", "128"]),
         ("arena.size=big", &["arena.size", "big", "MiB"]),
         ("server.tcp=0.0.0.0:7070", &["server.tcp", "loopback"]),
+        ("threads.loader_cores=0,all", &["threads.loader_cores", "0,all"]),
         ("nonsense", &["nonsense", "KEY=VALUE"]),
     ] {
         assert_refused(&up(&home, &[setting]), 1, names);
@@ -175,6 +176,7 @@ fn places_that_cannot_be_used() {
     let cases: Vec<(String, Vec<&str>)> = vec![
         (format!("paths.store_dir={file}"), vec![&file]),
         ("paths.store_dir=/proc/matkv".into(), vec!["/proc/matkv"]),
+        ("threads.loader_cores=1023".into(), vec!["threads.loader_cores", "core 1023"]),
         (format!("paths.runtime_dir={file}"), vec![&file]),
         ("model.path=/nowhere/model.gguf".into(), vec!["/nowhere/model.gguf"]),
         (format!("model.path={garbage}"), vec![&garbage]),

@@ -1,7 +1,7 @@
 //! What other programs see: health, reflection, TCP, status, JSON.
 
 use matkv_api::v1::mat_kv_client::MatKvClient;
-use matkv_tests::{Server, ask, question, signal, text, until};
+use matkv_tests::{Server, ask, entries, question, signal, text, until};
 use serde_json::Value;
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
@@ -223,5 +223,46 @@ async fn settings_reach_the_processes_unchanged() {
     assert!(server.ask(question("Who?")).await.chunks.is_empty());
     let shown = server.matkv(&["status"]);
     assert!(shown.out.contains(&first.fingerprint[..16]), "{}", shown.out);
+    server.stop().await;
+}
+
+/// Threads of a process whose names begin so, and the cores each may run on.
+fn bound(pid: u32, name: &str) -> Vec<Vec<usize>> {
+    let threads = entries(format!("/proc/{pid}/task").as_ref());
+    let of = |file: &'static str| {
+        threads.iter().map(move |t| std::fs::read_to_string(t.join(file)).unwrap_or_default())
+    };
+    let ours = of("comm").zip(of("status")).filter(|(comm, _)| comm.starts_with(name));
+    let line = "Cpus_allowed_list:";
+    let list = |status: &str| status.lines().find_map(|l| Some(cores(l.strip_prefix(line)?)));
+    ours.filter_map(|(_, status)| list(&status)).collect()
+}
+
+/// Of a list as the kernel writes it: `0-2,5`.
+fn cores(list: &str) -> Vec<usize> {
+    let number = |n: &str| n.trim().parse::<usize>().expect("a core");
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        number(first)..=number(last)
+    };
+    list.split(',').flat_map(range).collect()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn threads_run_where_they_are_told_to() {
+    let all = bound(std::process::id(), "").swap_remove(0);
+    let (first, last) = (all[0], all[all.len() - 1]);
+    let settings = [
+        "threads.loader=2",
+        &format!("threads.loader_cores={first}"),
+        "threads.decoder=1",
+        &format!("threads.decoder_cores={last},{first}"),
+    ];
+    let Some(server) = Server::start(&settings).await else { return };
+    server.ingest(&[("bell", "The tide bell was cast in 1768.")]).await;
+    assert_eq!(server.ask(question("When?")).await.places(), [("bell", 0)]);
+    let status = server.status().await;
+    assert_eq!(bound(status.loader_pid, "compute"), [[first], [first]]);
+    assert_eq!(bound(status.decoder_pid, "session"), [[last]]);
     server.stop().await;
 }

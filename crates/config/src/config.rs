@@ -152,6 +152,10 @@ pub struct Config {
     pub loader_threads: usize,
     /// Compute threads of the decoder; 0 for one per core.
     pub decoder_threads: usize,
+    /// Cores the loader's compute threads are bound to, in turn; none for any.
+    pub loader_cores: Vec<usize>,
+    /// Cores the decoder's compute threads are bound to, in turn; none for any.
+    pub decoder_cores: Vec<usize>,
     /// What is logged: error, warn, info, debug, trace.
     pub log: String,
 }
@@ -247,6 +251,8 @@ impl Default for Config {
             max_new_tokens: 128,
             loader_threads: 0,
             decoder_threads: 0,
+            loader_cores: Vec::new(),
+            decoder_cores: Vec::new(),
             log: "info".into(),
         }
     }

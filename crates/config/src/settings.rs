@@ -159,6 +159,14 @@ fn show_paths(value: &[PathBuf]) -> String {
     value.iter().map(|p| show_path(p)).collect::<Vec<_>>().join(",")
 }
 
+fn cores(value: &str) -> Result<Vec<usize>, String> {
+    value.split(',').map(str::trim).filter(|c| !c.is_empty()).map(parse).collect()
+}
+
+fn show_cores(value: &[usize]) -> String {
+    value.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
+}
+
 fn policy(value: &str) -> Result<String, String> {
     match value {
         "lru" | "s3fifo" | "gdsf" | "semantic-lru" => Ok(value.to_owned()),
@@ -571,6 +579,20 @@ pub static SETTINGS: &[Setting] = &[
         decoder_threads,
         parse,
         usize::to_string
+    ),
+    setting!(
+        "threads.loader_cores",
+        "cores the loader's compute threads are bound to in turn, as 0,2; any if none are named",
+        loader_cores,
+        cores,
+        |c: &Vec<usize>| show_cores(c)
+    ),
+    setting!(
+        "threads.decoder_cores",
+        "cores the decoder's compute threads are bound to",
+        decoder_cores,
+        cores,
+        |c: &Vec<usize>| show_cores(c)
     ),
     setting!("log.level", "error, warn, info, debug or trace", log, log_level, String::clone),
 ];

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use matkv_actors::{Outcome, Policy, Pulse, StopFlag, ThreadSpec, Watch, supervise};
 use matkv_config::Config;
 use matkv_model::{LanguageModel, Phase, PromptTexts, Team, model_path};
+use matkv_sys::{bind_thread, check_cores};
 use matkv_telemetry::service;
 
 use crate::batch::Limits;
@@ -24,6 +25,8 @@ pub struct Options {
 /// # Errors
 /// If the model cannot be opened, the loader refuses this decoder, or a thread fails for good.
 pub fn run(config: &Config, options: Options) -> Result<(), DecoderError> {
+    check_cores(&config.decoder_cores)
+        .map_err(|e| DecoderError::Threads(format!("threads.decoder_cores: {e}")))?;
     let path = model_path(&config.cache_dir, &config.model)?;
     let model =
         LanguageModel::open_for(&path, Some(&config.cache_dir), config.precision, Phase::Decode)?;
@@ -109,8 +112,13 @@ fn sessions(
     let texts =
         PromptTexts { system: config.system.clone(), introduction: config.introduction.clone() };
     let prefix = model.prefix(&texts)?;
-    let team = Team::new(Config::threads(config.decoder_threads), "decode")
-        .map_err(|e| DecoderError::Threads(e.to_string()))?;
+    let failed = |e: &dyn std::fmt::Display| DecoderError::Threads(e.to_string());
+    let cores = config.decoder_cores.clone();
+    bind_thread(&cores, 0).map_err(|e| failed(&e))?;
+    // They were tried at the start.
+    let start = move |i| drop(bind_thread(&cores, i));
+    let team = Team::with_start(Config::threads(config.decoder_threads), "decode", start)
+        .map_err(|e| failed(&e))?;
     let decoder = Decoder {
         model,
         fingerprint: model.fingerprint(&prefix),

@@ -89,6 +89,18 @@ impl Team {
     /// # Errors
     /// If the system refuses a thread.
     pub fn new(threads: usize, name: &str) -> std::io::Result<Self> {
+        Self::with_start(threads, name, |_| {})
+    }
+
+    /// The same; each thread it starts, the first being 1, calls `start` with its number.
+    ///
+    /// # Errors
+    /// If the system refuses a thread.
+    pub fn with_start(
+        threads: usize,
+        name: &str,
+        start: impl Fn(usize) + Clone + Send + 'static,
+    ) -> std::io::Result<Self> {
         let shared = Arc::new(Shared {
             word: CachePadded::new(AtomicU64::new(0)),
             done: CachePadded::new(AtomicU32::new(0)),
@@ -101,9 +113,12 @@ impl Team {
         });
         let mut team = Self { shared, members: Vec::new(), region: Mutex::new(()) };
         for i in 1..threads {
-            let shared = Arc::clone(&team.shared);
+            let (shared, start) = (Arc::clone(&team.shared), start.clone());
             let member = std::thread::Builder::new().name(format!("{name}-{i}"));
-            team.members.push(member.spawn(move || shared.work())?);
+            team.members.push(member.spawn(move || {
+                start(i);
+                shared.work();
+            })?);
         }
         Ok(team)
     }

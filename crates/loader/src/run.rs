@@ -8,7 +8,7 @@ use matkv_model::{LanguageModel, ModelHeader, PULLABLE, Phase, PromptTexts, Team
 use matkv_retrieve::{Chunker, Embedder, HannoyIndex};
 use matkv_ring::{Geometry, Header};
 use matkv_store::{Identity, Store};
-use matkv_sys::{FileLock, Segment, trim_heap};
+use matkv_sys::{FileLock, Segment, bind_thread, check_cores, trim_heap};
 use matkv_types::Encoding;
 
 use crate::arena::{Arena, ChunkSlot};
@@ -161,7 +161,11 @@ fn identity(model: &LanguageModel, prefix: &[u32], config: &Config) -> Identity 
 }
 
 fn compute_team(config: &Config) -> Result<Team, LoaderError> {
-    Team::new(Config::threads(config.loader_threads), "compute")
+    let cores = config.loader_cores.clone();
+    check_cores(&cores).map_err(|e| LoaderError::Setup(format!("threads.loader_cores: {e}")))?;
+    // They have just been tried.
+    let start = move |i| drop(bind_thread(&cores, i));
+    Team::with_start(Config::threads(config.loader_threads), "compute", start)
         .map_err(|e| LoaderError::Setup(format!("compute threads: {e}")))
 }
 

@@ -8,7 +8,7 @@ use matkv_actors::{Policy, StopFlag, ThreadSpec};
 use matkv_config::Config;
 use matkv_kernels::Isa;
 use matkv_store::Breaker;
-use matkv_sys::{REQUESTS_MAX, ReadDone, ReadEngine, Segment, open_engine};
+use matkv_sys::{REQUESTS_MAX, ReadDone, ReadEngine, Segment, bind_thread, open_engine};
 use tokio::sync::{Mutex, Semaphore};
 
 use crate::compile::{CompileJob, Compiled};
@@ -263,6 +263,7 @@ fn specs(
         }),
         ThreadSpec::new("compute", Policy::Fatal, move |stop, pulse| {
             let signal = stopped(&stop);
+            bind_thread(&computing.config.loader_cores, 0).map_err(|e| e.to_string())?;
             computing.team.install(|| compute.run(&stop, &signal, pulse));
             Ok(())
         }),

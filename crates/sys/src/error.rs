@@ -26,6 +26,16 @@ pub enum SysError {
         /// The system's reason.
         source: std::io::Error,
     },
+    /// A thread cannot run on a core.
+    #[error(
+        "core {core}: {source}; `nproc --all` says how many there are, a container may have fewer"
+    )]
+    Core {
+        /// Its number.
+        core: usize,
+        /// The system's reason.
+        source: std::io::Error,
+    },
     /// A shared-memory segment could not be made or opened.
     #[error("shared memory segment {name}: {reason}")]
     Segment {

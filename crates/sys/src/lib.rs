@@ -9,6 +9,7 @@
 
 mod clock;
 mod control;
+mod cores;
 mod crash;
 mod doorbell;
 mod error;
@@ -27,6 +28,7 @@ mod uring;
 
 pub use clock::monotonic_ns;
 pub use control::{ControlListener, ControlName, connect_control};
+pub use cores::{bind_thread, check_cores};
 pub use crash::{CrashPoint, crash_point};
 pub use doorbell::Doorbell;
 pub use error::{Result, SysError};
