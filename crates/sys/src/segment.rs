@@ -123,9 +123,14 @@ fn shm_path(name: &str) -> std::path::PathBuf {
     Path::new("/dev/shm").join(name)
 }
 
-/// Brings the pages in through a mapping that asks for huge ones: where the system gives them to
-/// shared memory they come at once, and need not be collapsed from small ones.
+/// Where the system gives huge pages to shared memory, brings them in through a mapping that asks
+/// for them: then they need not be collapsed from small ones.
 fn touch(name: &str, len: usize) {
+    let given = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    if !given.is_ok_and(|g| ["[always]", "[within_size]", "[advise]"].iter().any(|w| g.contains(w)))
+    {
+        return;
+    }
     let room = free_bytes(Path::new("/dev/shm")).is_ok_and(|free| free >= len as u64);
     let file = File::options().read(true).write(true).open(shm_path(name));
     let (true, Ok(file)) = (room, file) else { return };
