@@ -9,7 +9,7 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 
 /// What such a page must be aligned to, in the file and in memory.
-const HUGE_PAGE: usize = 2 << 20;
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
 /// The smallest page.
 const PAGE: usize = 4096;
 /// Linux 6.1: not in every libc.

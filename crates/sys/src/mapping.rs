@@ -8,7 +8,7 @@ use std::path::Path;
 
 use crate::error::{Result, SysError};
 use crate::files::evict_page_cache;
-use crate::huge::SharedMapping;
+use crate::huge::{HUGE_PAGE, SharedMapping};
 
 /// A whole file, mapped read-only and shared.
 pub struct FileMapping(SharedMapping);
@@ -30,8 +30,8 @@ impl FileMapping {
         };
         let err = |e| SysError::file("map", path, e);
         let mut mapping = mapped().map_err(err)?;
-        if mapping.huge_bytes() == 0 {
-            // What the cache has in small pages, from when the file was written, stays so. Read
+        if mapping.huge_bytes() < len / HUGE_PAGE * HUGE_PAGE / 8 * 7 {
+            // What the cache has in small pages, such as from when the file was written, stays so. Read
             // through a mapping that asks for huge pages it comes in them, where the file system
             // has large folios. Pages that others map are not evicted.
             drop(mapping);
