@@ -31,9 +31,9 @@ impl FileMapping {
         let err = |e| SysError::file("map", path, e);
         let mut mapping = mapped().map_err(err)?;
         if mapping.huge_bytes() < len / HUGE_PAGE * HUGE_PAGE / 8 * 7 {
-            // What the cache has in small pages, such as from when the file was written, stays so. Read
-            // through a mapping that asks for huge pages it comes in them, where the file system
-            // has large folios. Pages that others map are not evicted.
+            // What the cache has in small pages, such as from when the file was written, stays so.
+            // Read through a mapping that asks for huge pages it comes in them, where the file
+            // system has large folios. Pages that others map are not evicted.
             drop(mapping);
             let _ = evict_page_cache(path);
             mapping = mapped().map_err(err)?;
