@@ -302,14 +302,22 @@ pub struct ReportOptions {
     pub count: usize,
 }
 
+/// What a benchmark ingests.
 #[derive(clap::Args, Clone)]
-pub struct ThroughputOptions {
+#[group(skip)]
+pub struct CorpusOptions {
     /// Documents: files, directories or glob patterns
     #[arg(long, required = true)]
     pub corpus: Vec<String>,
     /// Ingest only this many documents, in order of their numbers
     #[arg(long)]
     pub documents: Option<usize>,
+}
+
+#[derive(clap::Args, Clone)]
+pub struct ThroughputOptions {
+    #[command(flatten)]
+    pub ingest: CorpusOptions,
     /// Questions, the most popular first: one a line, or JSON lines with "query"
     #[arg(long)]
     pub questions: PathBuf,
@@ -427,12 +435,8 @@ pub struct StartOptions {
 
 #[derive(clap::Args, Clone)]
 pub struct E2eOptions {
-    /// Documents: files, directories or glob patterns
-    #[arg(long, required = true)]
-    pub corpus: Vec<String>,
-    /// Ingest only this many documents, in order of their numbers
-    #[arg(long)]
-    pub documents: Option<usize>,
+    #[command(flatten)]
+    pub ingest: CorpusOptions,
     /// Questions: one a line, or JSON lines with "query"
     #[arg(long)]
     pub questions: PathBuf,

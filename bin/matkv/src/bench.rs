@@ -167,7 +167,7 @@ async fn e2e(
     o: &E2eOptions,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Vec<Figure>> {
-    let summary = ingest_all(&client, &o.corpus, o.documents).await?;
+    let summary = ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
     let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
     let mut out = corpus_figures(&status, &summary);
     let questions = lines(&o.questions, "query")?;

@@ -13,6 +13,7 @@ use matkv_loader_core::measure::fidelity::{self, Method, Question, Sample};
 use matkv_loader_core::offline;
 use matkv_types::ChunkId;
 
+use crate::args::CorpusOptions;
 use crate::ask::generate;
 use crate::bench::{ingest_all, lines};
 use crate::bench_store::place;
@@ -22,12 +23,8 @@ use crate::render::table;
 
 #[derive(clap::Args, Clone)]
 pub struct FidelityOptions {
-    /// Documents: files, directories or glob patterns
-    #[arg(long, required = true)]
-    pub corpus: Vec<String>,
-    /// Ingest only this many documents, in order of their numbers
-    #[arg(long)]
-    pub documents: Option<usize>,
+    #[command(flatten)]
+    pub ingest: CorpusOptions,
     /// Questions: one a line, or JSON lines with "query"
     #[arg(long)]
     pub questions: PathBuf,
@@ -83,7 +80,7 @@ pub async fn run(
     let asked = &asked[..o.count.min(asked.len())];
     let retrieved = async {
         let client = pair.ready(&resolved.config).await?;
-        ingest_all(&client, &o.corpus, o.documents).await?;
+        ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
         retrieve(&client, asked, o.top_k).await
     }
     .await;

@@ -8,7 +8,7 @@ use matkv_config::{Config, Resolved, format_bytes};
 use matkv_loader_core::measure::device::{Point, Probe};
 use matkv_loader_core::models::packed_files;
 use matkv_loader_core::offline;
-use matkv_loader_core::process::free_bytes;
+use matkv_loader_core::process::{free_bytes, shared_memory_pages};
 use serde_json::{Value, json};
 
 use crate::args::Format;
@@ -92,9 +92,7 @@ fn machine(config: &Config) -> Vec<Check> {
     let arena = config.arena_bytes;
     let available = memory("MemAvailable:");
     let shm = free_bytes(Path::new("/dev/shm")).unwrap_or(0);
-    let pages = read("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
-    let huge =
-        pages.contains("[always]") || pages.contains("[within_size]") || pages.contains("[advise]");
+    let (pages, huge) = shared_memory_pages();
     let locked = limit("Max locked memory").unwrap_or(0);
     let free = may_lock();
     let files = limit("Max open files").unwrap_or(0);

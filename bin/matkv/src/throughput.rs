@@ -67,7 +67,7 @@ pub async fn run(
     ensure!(o.rate.is_none_or(|r| r > 0.0), "--rate must be more than 0");
     let questions = lines(&o.questions, "query")?;
     ensure!(!questions.is_empty(), "{} has no questions", o.questions.display());
-    ingest_all(&client, &o.corpus, o.documents).await?;
+    ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
     let requests = requests(o, &questions);
     let meter = Meter::find();
     let mut out = Vec::new();
@@ -205,6 +205,7 @@ fn figures(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::CorpusOptions;
 
     #[test]
     fn percentiles_are_values_of_the_list() {
@@ -239,8 +240,7 @@ mod tests {
 
     fn options() -> ThroughputOptions {
         ThroughputOptions {
-            corpus: Vec::new(),
-            documents: None,
+            ingest: CorpusOptions { corpus: Vec::new(), documents: None },
             questions: "questions".into(),
             mode: vec!["matkv".into()],
             clients: 1,

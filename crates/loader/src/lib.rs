@@ -60,7 +60,8 @@ pub mod models {
 /// Child processes, for the command line.
 pub mod process {
     pub use matkv_sys::{
-        die_with_parent, evict_page_cache, free_bytes, terminate, terminate_and_wait,
+        die_with_parent, evict_page_cache, free_bytes, shared_memory_pages, terminate,
+        terminate_and_wait,
     };
 }
 

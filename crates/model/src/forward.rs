@@ -165,17 +165,9 @@ impl Buffers {
     }
 }
 
-/// What the last layer computes when not all rows go through it: the last row of each step that
-/// wants logits.
-struct LastRows<'a> {
-    attention: Attention<'a>,
-    /// For each of them its step, and its queries for each shift.
-    rows: Vec<(usize, Vec<Vec<f32>>)>,
-    buffers: Buffers,
-}
-
 struct Pass<'a> {
     isa: Isa,
+    precision: Precision,
     c: &'a LlamaConfig,
     w: &'a LlamaWeights,
     attention: Attention<'a>,
@@ -183,8 +175,6 @@ struct Pass<'a> {
     own_angles: Vec<RopeAngles>,
     own_rows: Vec<Vec<usize>>,
     buffers: Buffers,
-    /// None if all rows go through the last layer.
-    last: Option<LastRows<'a>>,
     /// What each row of each segment of the first step is attended to, if that is wanted.
     attended: Option<Vec<Vec<f32>>>,
 }
@@ -200,9 +190,6 @@ pub(crate) fn forward(
     go_on: &mut dyn FnMut(usize) -> bool,
 ) -> Option<Vec<Vec<f32>>> {
     let mut pass = Pass::new(arithmetic, c, w, steps);
-    if steps.iter().any(|s| s.rows.len() > usize::from(s.logits)) {
-        pass.last = Some(pass.last_rows(arithmetic.precision, steps));
-    }
     let x = pass.run(steps, go_on)?;
     Some(pass.logits(&x))
 }
@@ -243,6 +230,7 @@ impl<'a> Pass<'a> {
         let jobs = steps.iter().zip(&rotations).map(|(step, rotations)| rotations.job(step));
         Self {
             isa,
+            precision,
             c,
             w,
             attention: Attention::new(isa, precision, c.heads, jobs),
@@ -253,26 +241,7 @@ impl<'a> Pass<'a> {
                 .collect(),
             own_rows: steps.iter().map(|s| s.rows.iter().map(|r| r.row).collect()).collect(),
             buffers,
-            last: None,
             attended: None,
-        }
-    }
-
-    fn last_rows(&self, precision: Precision, steps: &[Step<'a>]) -> LastRows<'a> {
-        let c = self.c;
-        let wanted = || (0..steps.len()).filter(|s| steps[*s].logits);
-        let job = |s: usize| {
-            let mut job = self.rotations[s].job(&steps[s]);
-            job.positions.drain(..job.positions.len() - 1);
-            job
-        };
-        let queries =
-            |s: usize| vec![vec![0.0; c.heads * c.head_dim]; self.rotations[s].shifts.len()];
-        let rows: Vec<_> = wanted().map(|s| (s, queries(s))).collect();
-        LastRows {
-            attention: Attention::new(self.isa, precision, c.heads, wanted().map(job)),
-            buffers: Buffers::new(c, self.w, rows.len()),
-            rows,
         }
     }
 
@@ -286,21 +255,19 @@ impl<'a> Pass<'a> {
         for row in steps.iter().flat_map(|s| s.rows) {
             embed(&self.w.ends.embedding, row.token, &mut x);
         }
+        // Whether only some rows are wanted of the last layer; who attends counts all of them.
+        let more = |s: &Step<'_>| s.rows.len() > usize::from(s.logits);
+        let some = self.attended.is_none() && steps.iter().any(more);
         for (i, layer) in self.w.layers.iter().enumerate() {
             if !go_on(i) {
                 return None;
             }
             self.project(i, layer, steps, &x);
-            match self.last.take() {
-                Some(last) if i + 1 == self.w.layers.len() => {
-                    x = self.last_layer(i, layer, steps, &x, last);
-                }
-                last => {
-                    self.last = last;
-                    self.attend(i, steps);
-                    self.buffers.finish_layer(self.isa, self.c, layer, &mut x);
-                }
+            if some && i + 1 == self.w.layers.len() {
+                return Some(self.last_layer(i, layer, steps, &x));
             }
+            self.attend(i, steps);
+            self.buffers.finish_layer(self.isa, self.c, layer, &mut x);
         }
         Some(x)
     }
@@ -369,34 +336,38 @@ impl<'a> Pass<'a> {
     }
 
     /// The rest of the last layer for the last row of each step that wants logits; returns them.
-    fn last_layer(
-        &mut self,
-        i: usize,
-        layer: &Layer,
-        steps: &[Step<'_>],
-        x: &[f32],
-        mut last: LastRows<'_>,
-    ) -> Vec<f32> {
+    fn last_layer(&self, i: usize, layer: &Layer, steps: &[Step<'_>], x: &[f32]) -> Vec<f32> {
         let c = self.c;
         let (q, width) = (c.heads * c.head_dim, layer.qkv.padded_n());
         let scale = query_scale(c.head_dim);
-        let mut out = Vec::with_capacity(last.rows.len() * c.hidden);
-        for (s, queries) in &mut last.rows {
-            let rows: usize = steps[..*s].iter().map(|s| s.rows.len()).sum();
-            let (at, own) = (rows + steps[*s].rows.len() - 1, steps[*s].rows.len() - 1);
-            out.extend_from_slice(&x[at * c.hidden..][..c.hidden]);
-            let row = &self.buffers.qkv[at * width..][..q];
-            for (angles, queries) in self.rotations[*s].angles.iter().zip(queries) {
-                rotate_heads(c.rope.style, angles, own, row, scale, queries);
+        let (mut out, mut jobs, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
+        let mut end = 0;
+        for (step, rotations) in steps.iter().zip(&self.rotations) {
+            end += step.rows.len();
+            if !step.logits {
+                continue;
             }
+            let (at, own) = (end - 1, step.rows.len() - 1);
+            out.extend_from_slice(&x[at * c.hidden..end * c.hidden]);
+            let mut job = rotations.job(step);
+            job.positions.drain(..own);
+            jobs.push(job);
+            let row = &self.buffers.qkv[at * width..][..q];
+            let rotated = |angles: &RopeAngles| {
+                let mut queries = vec![0.0; q];
+                rotate_heads(c.rope.style, angles, own, row, scale, &mut queries);
+                queries
+            };
+            wanted.push((&*step.own, rotations.angles.iter().map(rotated).collect::<Vec<_>>()));
         }
         if out.is_empty() {
             return out;
         }
-        let rows = &last.rows;
-        let input = |r: usize| LayerInput { own: steps[rows[r].0].own, queries: &rows[r].1 };
-        last.attention.run(i, input, last.buffers.attended.values.as_mut());
-        last.buffers.finish_layer(self.isa, c, layer, &mut out);
+        let input = |r: usize| LayerInput { own: wanted[r].0, queries: &wanted[r].1 };
+        let mut buffers = Buffers::new(c, self.w, wanted.len());
+        let mut attention = Attention::new(self.isa, self.precision, c.heads, jobs);
+        attention.run(i, input, buffers.attended.values.as_mut());
+        buffers.finish_layer(self.isa, c, layer, &mut out);
         out
     }
 

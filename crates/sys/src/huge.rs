@@ -15,6 +15,15 @@ const PAGE: usize = 4096;
 /// Linux 6.1: not in every libc.
 const MADV_COLLAPSE: i32 = 25;
 
+/// What the system says of huge pages for shared memory, as it writes it, and whether those that
+/// ask for them get them; empty where it says nothing.
+pub fn shared_memory_pages() -> (String, bool) {
+    let text = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    let text = text.unwrap_or_default().trim().to_owned();
+    let given = ["[always]", "[within_size]", "[advise]"].iter().any(|word| text.contains(word));
+    (text, given)
+}
+
 /// A shared mapping of the first bytes of a file.
 pub(crate) struct SharedMapping {
     base: *mut c_void,

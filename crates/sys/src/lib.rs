@@ -36,6 +36,7 @@ pub use fault::{Fault, fault};
 pub use files::{
     DirectFile, FileLock, evict_page_cache, free_bytes, sync_directory, write_atomically,
 };
+pub use huge::shared_memory_pages;
 pub use lmdb::open_environment;
 pub use mapping::{FileMapping, trim_heap};
 pub use pidfd::PidFd;

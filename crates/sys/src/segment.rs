@@ -12,7 +12,7 @@ use shared_memory::{Shmem, ShmemConf};
 
 use crate::error::{Result, SysError};
 use crate::files::free_bytes;
-use crate::huge::SharedMapping;
+use crate::huge::{SharedMapping, shared_memory_pages};
 use crate::region::{Backing, Region};
 
 /// Dropped before the segment's file is: mappings first, in order of the fields.
@@ -51,13 +51,14 @@ impl Segment {
             .size(len)
             .create()
             .map_err(|e| err(e.to_string()))?;
-        touch(name, len);
-        allocate(name, len).map_err(|e| {
+        let file = open_file(name)?;
+        touch(&file, len);
+        allocate(&file, len).map_err(|e| {
             err(format!(
                 "{len} bytes cannot be allocated ({e}); lower arena.size or enlarge /dev/shm"
             ))
         })?;
-        Self::finish(name, shmem, len)
+        Self::finish(name, shmem, &file, len)
     }
 
     /// Opens an existing segment of at least `len` bytes.
@@ -74,18 +75,16 @@ impl Segment {
         if shmem.len() < len {
             return Err(err(format!("expected {len} bytes, found {}", shmem.len())));
         }
-        Self::finish(name, shmem, len)
+        Self::finish(name, shmem, &open_file(name)?, len)
     }
 
-    fn finish(name: &str, shmem: Shmem, len: usize) -> Result<Self> {
-        let path = shm_path(name);
-        let err = |action| move |e| SysError::file(action, shm_path(name), e);
-        let file = File::options().read(true).write(true).open(&path).map_err(err("open"))?;
+    fn finish(name: &str, shmem: Shmem, file: &File, len: usize) -> Result<Self> {
+        let err = |e| SysError::file("map", shm_path(name), e);
         // The crate maps the segment at an address where no huge page fits, and that mapping is
         // never touched.
-        let writable = SharedMapping::new(&file, len, libc::PROT_READ | libc::PROT_WRITE)
-            .map_err(err("map"))?;
-        let read_only = SharedMapping::new(&file, len, libc::PROT_READ).map_err(err("map"))?;
+        let writable =
+            SharedMapping::new(file, len, libc::PROT_READ | libc::PROT_WRITE).map_err(err)?;
+        let read_only = SharedMapping::new(file, len, libc::PROT_READ).map_err(err)?;
         writable.collapse();
         writable.populate(libc::MADV_POPULATE_WRITE);
         read_only.populate(libc::MADV_POPULATE_READ);
@@ -125,23 +124,24 @@ fn shm_path(name: &str) -> std::path::PathBuf {
 
 /// Where the system gives huge pages to shared memory, brings them in through a mapping that asks
 /// for them: then they need not be collapsed from small ones.
-fn touch(name: &str, len: usize) {
-    let given = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
-    if !given.is_ok_and(|g| ["[always]", "[within_size]", "[advise]"].iter().any(|w| g.contains(w)))
-    {
+fn touch(file: &File, len: usize) {
+    let room = || free_bytes(Path::new("/dev/shm")).is_ok_and(|free| free >= len as u64);
+    if !shared_memory_pages().1 || !room() {
         return;
     }
-    let room = free_bytes(Path::new("/dev/shm")).is_ok_and(|free| free >= len as u64);
-    let file = File::options().read(true).write(true).open(shm_path(name));
-    let (true, Ok(file)) = (room, file) else { return };
-    if let Ok(mapping) = SharedMapping::new(&file, len, libc::PROT_READ | libc::PROT_WRITE) {
+    if let Ok(mapping) = SharedMapping::new(file, len, libc::PROT_READ | libc::PROT_WRITE) {
         mapping.populate(libc::MADV_POPULATE_WRITE);
     }
 }
 
-fn allocate(name: &str, len: usize) -> std::io::Result<()> {
+fn open_file(name: &str) -> Result<File> {
+    let path = shm_path(name);
+    let file = File::options().read(true).write(true).open(&path);
+    file.map_err(|e| SysError::file("open", path, e))
+}
+
+fn allocate(file: &File, len: usize) -> std::io::Result<()> {
     use std::os::fd::AsRawFd;
-    let file = File::options().read(true).write(true).open(shm_path(name))?;
     // SAFETY: a valid descriptor; the call has no memory effects in this process.
     let rc = unsafe { libc::posix_fallocate(file.as_raw_fd(), 0, len as libc::off_t) };
     if rc == 0 { Ok(()) } else { Err(std::io::Error::from_raw_os_error(rc)) }
