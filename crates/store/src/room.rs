@@ -222,14 +222,13 @@ impl Store {
         let Some(cold) = &self.cold else { return };
         // Nobody may put one there meanwhile that the index is about to name.
         let _one = self.moving_cold.lock().unwrap_or_else(PoisonError::into_inner);
-        let swept = (|| {
+        let outcome = (|| {
             let read = self.read()?;
-            let mut gone = Vec::new();
+            let mut swept = Vec::new();
             for id in read.pending_in(Tier::Cold)? {
                 cold.remove_staged(&id);
-                if read.chunk(&id)?.is_none_or(|r| r.cold.is_none())
-                    && let Err(e) = cold.remove(&id)
-                {
+                let named = read.chunk(&id)?.is_some_and(|r| r.cold.is_some());
+                if !named && let Err(e) = cold.remove(&id) {
                     tracing::debug!("cold chunk {id}: {e}");
                     if cold.breaker().allows(std::time::Instant::now()) {
                         // It alone cannot be removed.
@@ -237,17 +236,22 @@ impl Store {
                     }
                     break;
                 }
-                gone.push(id);
+                swept.push((id, named));
             }
             drop(read);
-            if gone.is_empty() {
+            if swept.is_empty() {
                 return Ok(());
             }
             let mut txn = self.write()?;
-            gone.iter().try_for_each(|id| txn.clear_pending_in(Tier::Cold, id))?;
+            for (id, named) in swept {
+                // What has left the tier since stays on the list, for whoever comes next.
+                if txn.chunk(&id)?.is_some_and(|r| r.cold.is_some()) == named {
+                    txn.clear_pending_in(Tier::Cold, &id)?;
+                }
+            }
             txn.commit().map(|_| ())
         })();
-        if let Err(e) = swept {
+        if let Err(e) = outcome {
             let e: StoreError = e;
             tracing::warn!("cold tier: {e}");
         }

@@ -189,6 +189,28 @@ fn a_deleted_document_leaves_no_object() {
     assert_eq!(store.cold().unwrap().scan().unwrap(), [id(2)]);
 }
 
+/// A sweep that has seen a chunk in the tier does not forget that it has left since.
+#[test]
+fn a_sweep_beside_a_move_leaves_no_object() {
+    let dir = tempfile::tempdir().unwrap();
+    let store = open_with(dir.path(), |o| o.cold = cold(&url(dir.path())));
+    put_all(&store, [1]);
+    for round in 0..50 {
+        store.move_to(&id(1), Tier::Cold).unwrap();
+        store.promote(&id(1)).unwrap();
+        let together = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                together.wait();
+                store.sweep_cold();
+            });
+            together.wait();
+            store.remove_from(&id(1), &[Tier::Cold], "for a test").unwrap();
+        });
+        assert_eq!(store.cold().unwrap().scan().unwrap(), [], "{round}");
+    }
+}
+
 /// A damaged object is never used; once it is known to be lost, a good one takes its place.
 #[test]
 fn a_damaged_object_is_replaced() {
