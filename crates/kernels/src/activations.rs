@@ -4,7 +4,7 @@ use matkv_types::Precision;
 
 use crate::lanes::{Lanes, to_bf16};
 
-/// An element type activations are stored in.
+/// An element type activations or weights are stored in.
 ///
 /// # Safety
 /// `store` must write sixteen elements and nothing else.
@@ -28,6 +28,15 @@ unsafe impl Stored for u16 {
     unsafe fn store<L: Lanes>(p: *mut Self, v: L::V) {
         // SAFETY: the caller gives 16 writable elements.
         unsafe { L::store_bf16(p, v) }
+    }
+}
+
+// SAFETY: sixteen i16.
+unsafe impl Stored for i16 {
+    #[inline(always)]
+    unsafe fn store<L: Lanes>(p: *mut Self, v: L::V) {
+        // SAFETY: the caller gives 16 writable elements.
+        unsafe { L::store_i16(p, v) }
     }
 }
 

@@ -13,9 +13,10 @@ use crate::ahead::{To, ahead};
 use crate::isa::dispatch;
 use crate::lanes::{LANES, Lanes};
 use crate::micro;
-use crate::product::{DotBf16, DotInt, Exact};
+use crate::product::{Affine, DotBf16, DotInt, Exact};
+use crate::quantize::factors;
 use crate::scores::{plain_scores, quantized_scores, scaled_scores};
-use crate::softmax::{softmax, softmax_integers};
+use crate::softmax::softmax;
 use crate::values::{pv, weighted_sum};
 
 /// KV rows of a block: 256 bf16 rows of 64 dimensions are 32 KiB of K and of V.
@@ -85,13 +86,16 @@ pub(crate) struct Scratch {
     pub weights: [u16; micro::ROWS * BLOCK_ROWS],
     /// Queries, times the K scales of one group if there are scales, `[row][HEAD_DIM_MAX]`.
     pub queries: [f32; micro::ROWS * HEAD_DIM_MAX],
-    /// The same in 16 bits, bf16 or integers.
+    /// The same as bf16, or as bytes.
     pub queries_16: [u16; micro::ROWS * HEAD_DIM_MAX],
     /// int8: queries times the block's largest K scales, as integers.
     pub queries_int: [i16; micro::ROWS * HEAD_DIM_MAX],
-    /// What the integers of a row are multiplied with.
+    /// int8: what the integers of a row of weights are multiplied with, the same for all.
     pub factors: [f32; micro::ROWS],
-    /// int8: V scales of the block.
+    /// int8: what bytes of a row of queries stand for.
+    pub affine: [Affine; micro::ROWS],
+    /// int8: V scales of the block; as weights become integers, shares of the largest one, which
+    /// is the largest integer.
     pub v_scales: [f32; BLOCK_ROWS],
 }
 
@@ -104,6 +108,7 @@ impl Default for Scratch {
             queries_16: [0; _],
             queries_int: [0; _],
             factors: [0.0; _],
+            affine: [Affine::default(); _],
             v_scales: [0.0; _],
         }
     }
@@ -159,13 +164,8 @@ unsafe fn attend_block_body<L: Lanes>(
     partial: &mut Partial<'_>,
 ) {
     if block.dtype == KvDtype::Int8 {
-        for row in (0..block.hi).step_by(LANES) {
-            // SAFETY: every row of a tile has a scale, and `scratch` room for it.
-            unsafe {
-                let scales = L::load_bf16(block.v_scales.add(row));
-                L::store(scratch.v_scales.as_mut_ptr().add(row), scales);
-            }
-        }
+        // SAFETY: same contract.
+        unsafe { place_v_scales::<L>(precision, block, scratch) };
     }
     let (m, dim) = (queries.visible.len(), queries.dim);
     for first in (0..m).step_by(micro::ROWS) {
@@ -178,6 +178,34 @@ unsafe fn attend_block_body<L: Lanes>(
         // SAFETY: same contract.
         unsafe {
             few_rows::<L>(precision, queries.rows(first, count), block, scratch, &mut part);
+        }
+    }
+}
+
+/// Widens the V scales, and makes shares of them where weights become integers.
+#[inline(always)]
+unsafe fn place_v_scales<L: Lanes>(precision: Precision, block: Block, scratch: &mut Scratch) {
+    let to = scratch.v_scales.as_mut_ptr();
+    let tiles = || (0..block.hi).step_by(LANES);
+    // SAFETY: every row of a tile has a scale, and `scratch` room for it.
+    unsafe {
+        let mut top = L::splat(0.0);
+        for row in tiles() {
+            let scales = L::load_bf16(block.v_scales.add(row));
+            // Those of rows outside the segment may be anything.
+            let (lo, hi) = (block.lo.saturating_sub(row), (block.hi - row).min(LANES));
+            top = L::max(L::select_range(scales, lo, hi, 0.0), top);
+            L::store(to.add(row), scales);
+        }
+        if precision == Precision::Bf16 {
+            // Of all rows, whether these queries see them or not: a row's bits must not depend on
+            // how far others see.
+            let (factor, inverse) = factors(L::max_lane(top));
+            scratch.factors.fill(factor);
+            let inverse = L::splat(inverse);
+            for row in tiles() {
+                L::store(to.add(row), L::mul(L::load(to.add(row)), inverse));
+            }
         }
     }
 }
@@ -221,13 +249,12 @@ unsafe fn few_rows<L: Lanes>(
             }
             (KvDtype::Int8, Precision::Bf16) => {
                 let scales = &scratch.v_scales;
-                let (codes, factors) = (apart.cast::<i16>(), scratch.factors.as_mut_ptr());
-                let out = (codes, factors);
-                softmax_integers::<L>(queries, seen, scales, in_place, out, partial);
+                let codes = apart.cast::<i16>();
+                softmax::<L, i16>(queries, seen, Some(scales), in_place, codes, partial);
                 // Weights outside the segment are 0, and 0 times any integer is 0: no edges.
                 let pairs = block.lo / 2..hi.div_ceil(2);
                 let v = block.v.cast::<i8>().add(pairs.start * 2 * queries.dim);
-                let weights = (codes.cast_const(), factors.cast_const());
+                let weights = (codes.cast_const(), scratch.factors.as_ptr());
                 pv::<L, DotInt>(queries, v, pairs, weights, false, partial);
             }
             (_, Precision::Exact) => {

@@ -6,7 +6,7 @@ use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
 use crate::packed::{PANEL, Packed, PackedMatrix};
 use crate::pointwise::silu_mul;
-use crate::product::{DotBf16, Exact, Product};
+use crate::product::{DotBf16, Exact, NO_ROWS, Product};
 use crate::team;
 
 /// Rows a task takes at once; 96 rows of 1,536 f32 are 576 KiB, inside a 1 MiB L2.
@@ -15,7 +15,7 @@ const ROW_BLOCK: usize = 96;
 const TASK_BYTES: usize = 256 << 10;
 
 /// Some rows by some columns of one product.
-struct Task<P: Product> {
+struct Task<P: Product<Row = ()>> {
     a: *const P::A,
     m: usize,
     k: usize,
@@ -29,12 +29,12 @@ struct Task<P: Product> {
 
 // SAFETY: a task's pointers are used by one thread at a time: A and B are only read, and tasks
 // write disjoint parts of C.
-unsafe impl<P: Product> Send for Task<P> {}
+unsafe impl<P: Product<Row = ()>> Send for Task<P> {}
 // SAFETY: as above.
-unsafe impl<P: Product> Sync for Task<P> {}
+unsafe impl<P: Product<Row = ()>> Sync for Task<P> {}
 
 #[inline(always)]
-unsafe fn run_body<L: Lanes, P: Product>(t: &Task<P>) {
+unsafe fn run_body<L: Lanes, P: Product<Row = ()>>(t: &Task<P>) {
     for column in (0..t.columns).step_by(PANEL) {
         // SAFETY: tasks lie inside the bounds of A, W and C; a panel starts every `PANEL` columns.
         unsafe {
@@ -42,11 +42,11 @@ unsafe fn run_body<L: Lanes, P: Product>(t: &Task<P>) {
                 a: t.a,
                 m: t.m,
                 b: t.b.add(column * t.k),
-                pairs: t.k / 2,
+                steps: t.k / 2,
                 c: t.c.add(column),
-                strides: Strides { a: t.k, pair: 2 * PANEL, tile: PANEL, c: t.ldc },
+                strides: Strides { a: t.k, step: 2 * PANEL, tile: PANEL, c: t.ldc },
                 accumulate: t.accumulate,
-                factors: std::ptr::null(),
+                rows: NO_ROWS,
             };
             if t.columns - column > LANES {
                 micro::rows::<L, P, 2>(&operands);
@@ -63,7 +63,7 @@ dispatch! {
     /// # Safety
     /// A has `m` rows of `k`, W whole panels for `columns` columns, C `m` rows of `columns` at
     /// stride `ldc`, nobody else's.
-    unsafe fn run<P: Product> => run_body(t: &Task<P>)
+    unsafe fn run<P: Product<Row = ()>> => run_body(t: &Task<P>)
 }
 
 /// Row blocks and column ranges that cover `m` rows by `columns`: first row, rows, first column,
@@ -80,7 +80,7 @@ fn tiles(m: usize, columns: usize, panel_bytes: usize) -> Vec<(usize, usize, usi
     list
 }
 
-fn product<P: Product>(
+fn product<P: Product<Row = ()>>(
     isa: Isa,
     a: &[P::A],
     w: (&PackedMatrix, &[P::B]),
@@ -138,7 +138,7 @@ pub fn gemm_add(isa: Isa, a: &Activations, w: &PackedMatrix, c: &mut [f32]) {
 }
 
 /// The same rows and columns of two products, and where their gated product goes.
-struct GatedTask<P: Product, T> {
+struct GatedTask<P: Product<Row = ()>, T> {
     gate: Task<P>,
     up: *const P::B,
     out: *mut T,
@@ -146,12 +146,12 @@ struct GatedTask<P: Product, T> {
 }
 
 // SAFETY: as for `Task`; tasks write disjoint parts of the output.
-unsafe impl<P: Product, T> Send for GatedTask<P, T> {}
+unsafe impl<P: Product<Row = ()>, T> Send for GatedTask<P, T> {}
 // SAFETY: as above.
-unsafe impl<P: Product, T> Sync for GatedTask<P, T> {}
+unsafe impl<P: Product<Row = ()>, T> Sync for GatedTask<P, T> {}
 
 /// A product whose output has the type of its input.
-trait Gated: Product<A: Stored> {}
+trait Gated: Product<A: Stored, Row = ()> {}
 impl Gated for Exact<f32> {}
 impl Gated for DotBf16 {}
 

@@ -21,6 +21,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     type Bf16Pairs: Copy;
     /// Sixteen pairs of 16-bit integers.
     type I16Pairs: Copy;
+    /// Sixteen times four 8-bit integers, ready to be multiplied.
+    type I8Quads: Copy;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -57,6 +59,12 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn i16_pairs(p: *const i8) -> Self::I16Pairs;
     /// `c + a₀ · b₀ + a₁ · b₁` for a pair `a` of 16-bit integers and each pair of `b`: exact.
     unsafe fn dot_i16(c: Self::I, a: u32, b: Self::I16Pairs) -> Self::I;
+    /// Two times thirty-two 8-bit integers, sixteen pairs each: the first pair of a lane, and the
+    /// second.
+    unsafe fn i8_quads(p: *const i8) -> Self::I8Quads;
+    /// `c + a₀ · b₀ + … + a₃ · b₃` for four unsigned bytes `a`, the first the lowest, and each four
+    /// of `b`: exact.
+    unsafe fn dot_u8(c: Self::I, a: u32, b: Self::I8Quads) -> Self::I;
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
     /// Thirty-two words of four nibbles each: the first, second, third and fourth ones.
     unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4];
@@ -69,8 +77,9 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
     /// Rounds values of magnitude at most 32,767 to integers, ties to even.
     unsafe fn store_i16(p: *mut i16, v: Self::V);
-    /// `out = ⌊(a · b + 2¹⁴) / 2¹⁵⌋` for thirty-two 16-bit integers above −32,768.
-    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16);
+    /// `out = ⌊(⌊(a · b + 2¹⁴) / 2¹⁵⌋ + offset) / 2⁷⌋` for thirty-two 16-bit integers above
+    /// −32,768; each result fits a byte.
+    unsafe fn mul_to_bytes(a: *const i16, b: *const i16, offset: i16, out: *mut u8);
     /// Keeps lanes `lo..hi` of `v`; the others become `other`.
     unsafe fn select_range(v: Self::V, lo: usize, hi: usize, other: f32) -> Self::V;
 
@@ -165,6 +174,7 @@ unsafe impl Lanes for Portable {
     type I = [i32; LANES];
     type Bf16Pairs = (Self::V, Self::V);
     type I16Pairs = [[i16; 2]; LANES];
+    type I8Quads = [[i8; 4]; LANES];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -261,6 +271,18 @@ unsafe impl Lanes for Portable {
         std::array::from_fn(|i| c[i] + product(a0, b[i][0]) + product(a1, b[i][1]))
     }
     #[inline(always)]
+    unsafe fn i8_quads(p: *const i8) -> Self::I8Quads {
+        // SAFETY: the caller gives 64 readable elements.
+        let [low, high] = unsafe { p.cast::<[[[i8; 2]; LANES]; 2]>().read_unaligned() };
+        std::array::from_fn(|i| [low[i][0], low[i][1], high[i][0], high[i][1]])
+    }
+    #[inline(always)]
+    unsafe fn dot_u8(c: Self::I, a: u32, b: Self::I8Quads) -> Self::I {
+        let a = a.to_le_bytes().map(i32::from);
+        let product = |b: [i8; 4]| (0..4).map(|i| a[i] * i32::from(b[i])).sum::<i32>();
+        std::array::from_fn(|i| c[i] + product(b[i]))
+    }
+    #[inline(always)]
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
         std::array::from_fn(|i| a[i] + b[i])
     }
@@ -291,12 +313,13 @@ unsafe impl Lanes for Portable {
         unsafe { p.cast::<[i16; LANES]>().write_unaligned(v.map(|x| x.round_ties_even() as i16)) }
     }
     #[inline(always)]
-    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16) {
+    unsafe fn mul_to_bytes(a: *const i16, b: *const i16, offset: i16, out: *mut u8) {
         // SAFETY: the caller gives 32 elements each.
         unsafe {
             let [a, b] = [a, b].map(|p| p.cast::<[i16; 2 * LANES]>().read_unaligned());
-            let high = |i| ((i32::from(a[i]) * i32::from(b[i]) + (1 << 14)) >> 15) as i16;
-            out.cast::<[i16; 2 * LANES]>().write_unaligned(std::array::from_fn(high));
+            let product = |i: usize| (i32::from(a[i]) * i32::from(b[i]) + (1 << 14)) >> 15;
+            let byte = |i| ((product(i) + i32::from(offset)) >> 7) as u8;
+            out.cast::<[u8; 2 * LANES]>().write_unaligned(std::array::from_fn(byte));
         }
     }
     #[inline(always)]

@@ -17,6 +17,7 @@ unsafe impl Lanes for Avx2 {
     type I = [__m256i; 2];
     type Bf16Pairs = (Self::V, Self::V);
     type I16Pairs = [__m256i; 2];
+    type I8Quads = [Self::I16Pairs; 2];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -133,6 +134,25 @@ unsafe impl Lanes for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn i8_quads(p: *const i8) -> Self::I8Quads {
+        unsafe { [Self::i16_pairs(p), Self::i16_pairs(p.add(2 * LANES))] }
+    }
+    #[inline(always)]
+    unsafe fn dot_u8(c: Self::I, a: u32, b: Self::I8Quads) -> Self::I {
+        unsafe {
+            let a = _mm256_cvtepu8_epi16(_mm_set1_epi32(a as i32));
+            let (low, high) = (
+                _mm256_shuffle_epi32::<0b00_00_00_00>(a),
+                _mm256_shuffle_epi32::<0b01_01_01_01>(a),
+            );
+            [0, 1].map(|i| {
+                let low = _mm256_madd_epi16(low, b[0][i]);
+                let high = _mm256_madd_epi16(high, b[1][i]);
+                _mm256_add_epi32(c[i], _mm256_add_epi32(low, high))
+            })
+        }
+    }
+    #[inline(always)]
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
         unsafe { [0, 1].map(|i| _mm256_add_epi32(a[i], b[i])) }
     }
@@ -185,13 +205,17 @@ unsafe impl Lanes for Avx2 {
         }
     }
     #[inline(always)]
-    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16) {
+    unsafe fn mul_to_bytes(a: *const i16, b: *const i16, offset: i16, out: *mut u8) {
         unsafe {
-            for i in [0, LANES] {
+            let [low, high] = [0, LANES].map(|i| {
                 let a = _mm256_loadu_si256(a.add(i).cast());
                 let b = _mm256_loadu_si256(b.add(i).cast());
-                _mm256_storeu_si256(out.add(i).cast(), _mm256_mulhrs_epi16(a, b));
-            }
+                let sum = _mm256_add_epi16(_mm256_mulhrs_epi16(a, b), _mm256_set1_epi16(offset));
+                _mm256_srli_epi16::<7>(sum)
+            });
+            // Packing works on halves of registers; the quarters are put in order after it.
+            let packed = _mm256_packus_epi16(low, high);
+            _mm256_storeu_si256(out.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
         }
     }
     #[inline(always)]

@@ -35,6 +35,24 @@ unsafe fn dot_pairs(mut c: __m512i, a: __m512i, b: __m512i) -> __m512i {
     c
 }
 
+/// VPDPBUSD, for the same reason.
+///
+/// # Safety
+/// The CPU has AVX-512 with VNNI.
+#[inline]
+#[target_feature(enable = "avx512f,avx512vnni")]
+unsafe fn dot_quads(mut c: __m512i, a: __m512i, b: __m512i) -> __m512i {
+    // SAFETY: registers only.
+    unsafe {
+        std::arch::asm!(
+            "vpdpbusd {c}, {a}, {b}",
+            c = inout(zmm_reg) c, a = in(zmm_reg) a, b = in(zmm_reg) b,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
+    c
+}
+
 // SAFETY: every method is one or a few AVX-512 instructions; callers hold the trait's contract.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
 unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
@@ -43,6 +61,8 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     type I = __m512i;
     type Bf16Pairs = __m512i;
     type I16Pairs = __m512i;
+    /// With `DOT` the first one only.
+    type I8Quads = [__m512i; 2];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -154,6 +174,31 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
         }
     }
     #[inline(always)]
+    unsafe fn i8_quads(p: *const i8) -> Self::I8Quads {
+        unsafe {
+            if DOT {
+                // Pairs of a lane are 32 bytes apart.
+                let order: [u16; 32] = std::array::from_fn(|i| (i / 2 + i % 2 * 16) as u16);
+                let order = _mm512_loadu_si512(order.as_ptr().cast());
+                let quads = _mm512_permutexvar_epi16(order, _mm512_loadu_si512(p.cast()));
+                return [quads, _mm512_setzero_si512()];
+            }
+            [Self::i16_pairs(p), Self::i16_pairs(p.add(32))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_u8(c: Self::I, a: u32, b: Self::I8Quads) -> Self::I {
+        unsafe {
+            if DOT {
+                return dot_quads(c, _mm512_set1_epi32(a as i32), b[0]);
+            }
+            let a = _mm512_cvtepu8_epi16(_mm256_set1_epi32(a as i32));
+            let low = _mm512_madd_epi16(_mm512_shuffle_epi32::<0b00_00_00_00>(a), b[0]);
+            let high = _mm512_madd_epi16(_mm512_shuffle_epi32::<0b01_01_01_01>(a), b[1]);
+            _mm512_add_epi32(c, _mm512_add_epi32(low, high))
+        }
+    }
+    #[inline(always)]
     unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
         unsafe { _mm512_add_epi32(a, b) }
     }
@@ -202,10 +247,12 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v))) }
     }
     #[inline(always)]
-    unsafe fn mul_high_i16(a: *const i16, b: *const i16, out: *mut i16) {
+    unsafe fn mul_to_bytes(a: *const i16, b: *const i16, offset: i16, out: *mut u8) {
         unsafe {
             let (a, b) = (_mm512_loadu_si512(a.cast()), _mm512_loadu_si512(b.cast()));
-            _mm512_storeu_si512(out.cast(), _mm512_mulhrs_epi16(a, b));
+            let sum = _mm512_add_epi16(_mm512_mulhrs_epi16(a, b), _mm512_set1_epi16(offset));
+            let bytes = _mm512_cvtepi16_epi8(_mm512_srli_epi16::<7>(sum));
+            _mm256_storeu_si256(out.cast(), bytes);
         }
     }
     #[inline(always)]

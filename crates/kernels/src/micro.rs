@@ -1,4 +1,4 @@
-//! The one micro-kernel: `C[m][16·NR] (+)= A[m][2·pairs] · B`, B packed in pairs.
+//! The one micro-kernel: `C[m][16·NR] (+)= A[m][k] · B`, B packed in pairs of k.
 //!
 //! Linear layers, Q·Kᵀ and P·V all run on it; they differ in strides and in the [`Product`]. Each
 //! element of C is one accumulator that takes k in order, so its bits do not depend on how rows
@@ -19,8 +19,8 @@ const ROWS_NARROW: usize = 3;
 pub(crate) struct Strides {
     /// Between rows of A.
     pub a: usize,
-    /// Between k pairs of B.
-    pub pair: usize,
+    /// Between steps of B.
+    pub step: usize,
     /// Between column tiles of B.
     pub tile: usize,
     /// Between rows of C.
@@ -29,19 +29,19 @@ pub(crate) struct Strides {
 
 /// One product.
 pub(crate) struct Operands<P: Product> {
-    /// `m` rows of `2·pairs` elements.
+    /// `m` rows of `steps · P::STEP` elements.
     pub a: *const P::A,
     pub m: usize,
-    /// `pairs` pairs in each column tile.
+    /// `steps` steps in each column tile.
     pub b: *const P::B,
-    pub pairs: usize,
+    pub steps: usize,
     /// `m` rows of `16·NR` elements.
     pub c: *mut f32,
     pub strides: Strides,
     /// Add the product to what C holds.
     pub accumulate: bool,
-    /// One factor a row; read only if `P::SCALED`.
-    pub factors: *const f32,
+    /// What makes values of each row's sums.
+    pub rows: *const P::Row,
 }
 
 /// `MR` rows, from row `first` on, by `NR` tiles of sixteen columns.
@@ -55,21 +55,23 @@ unsafe fn tile<L: Lanes, P: Product, const MR: usize, const NR: usize>(
     unsafe {
         let (a, c) = (o.a.add(first * s.a), o.c.add(first * s.c));
         let mut sums = [[P::zero::<L>(); NR]; MR];
-        for p in 0..o.pairs {
+        let mut columns = [P::no_columns::<L>(); NR];
+        for p in 0..o.steps {
             let b: [_; NR] =
-                std::array::from_fn(|j| P::load::<L>(o.b.add(p * s.pair + j * s.tile)));
+                std::array::from_fn(|j| P::load::<L>(o.b.add(p * s.step + j * s.tile)));
+            columns = std::array::from_fn(|j| P::add_columns::<L>(columns[j], b[j]));
             for (i, row) in sums.iter_mut().enumerate() {
-                let x = a.add(i * s.a + 2 * p);
+                let x = a.add(i * s.a + P::STEP * p);
                 for (j, sum) in row.iter_mut().enumerate() {
                     *sum = P::step::<L>(*sum, x, b[j]);
                 }
             }
         }
         for (i, row) in sums.iter().enumerate() {
-            let factor = if P::SCALED { *o.factors.add(first + i) } else { 1.0 };
+            let of_row = *o.rows.add(first + i);
             for (j, &sum) in row.iter().enumerate() {
                 let at = c.add(i * s.c + j * LANES);
-                let mut v = P::finish::<L>(sum, factor);
+                let mut v = P::finish::<L>(sum, columns[j], of_row);
                 if o.accumulate {
                     v = L::add(L::load(at), v);
                 }

@@ -21,7 +21,7 @@ struct Run<P: Product> {
 }
 
 #[inline(always)]
-unsafe fn chains_body<L: Lanes, P: Product>(run: &mut Run<P>) {
+unsafe fn chains_body<L: Lanes, P: Product<Row = ()>>(run: &mut Run<P>) {
     // SAFETY: the operands have the sizes of one step.
     unsafe {
         let b = P::load::<L>(run.b.as_ptr());
@@ -31,17 +31,19 @@ unsafe fn chains_body<L: Lanes, P: Product>(run: &mut Run<P>) {
                 *sum = P::step::<L>(*sum, run.a.as_ptr(), b);
             }
         }
-        let total = sums.into_iter().fold(L::splat(0.0), |t, s| L::add(t, P::finish::<L>(s, 1.0)));
+        let total = sums
+            .into_iter()
+            .fold(L::splat(0.0), |t, s| L::add(t, P::finish::<L>(s, P::no_columns::<L>(), ())));
         L::store(run.out.as_mut_ptr(), total);
     }
 }
 
 dispatch! {
     /// Chains of steps on registers.
-    unsafe fn chains<P: Product> => chains_body(run: &mut Run<P>)
+    unsafe fn chains<P: Product<Row = ()>> => chains_body(run: &mut Run<P>)
 }
 
-fn measure<P: Product>(isa: Isa, a: P::A, b: P::B) -> f64 {
+fn measure<P: Product<Row = ()>>(isa: Isa, a: P::A, b: P::B) -> f64 {
     let threads = team::threads();
     let best = (0..4).map(|_| {
         let started = Instant::now();

@@ -1,7 +1,8 @@
 //! How an operand of f32 or 16-bit elements is multiplied with a packed one.
 //!
 //! A packed operand stores, for each pair of consecutive k indexes, sixteen columns: bf16 and
-//! int8 as `[16][2]`, f32 as `[2][16]`. All take 32 elements a pair.
+//! int8 as `[16][2]`, f32 as `[2][16]`. All take 32 elements a pair, and some are multiplied two
+//! pairs at once.
 
 use std::marker::PhantomData;
 
@@ -57,31 +58,44 @@ unsafe impl Elem for f32 {
     }
 }
 
-/// Products of two elements of A with pairs of B, summed up in k order.
+/// Products of elements of A with as many of each column of B, summed up in k order.
 ///
 /// # Safety
-/// `load` reads 32 elements of B and `step` two of A, and nothing else.
+/// `load` reads `16 · STEP` elements of B and `step` `STEP` of A, and nothing else.
 pub(crate) unsafe trait Product: 'static {
     /// Elements of A.
     type A: Copy + Send + Sync + 'static;
     /// Elements of B.
     type B: Elem;
+    /// Elements of each row and column that a step multiplies.
+    const STEP: usize = 2;
     /// A running sum.
     type Sum<L: Lanes>: Copy;
-    /// A pair of B.
+    /// What a step takes of B.
     type Pair<L: Lanes>: Copy;
-    /// Whether rows of A are integers, to be multiplied with a factor at the end.
-    const SCALED: bool = false;
+    /// What is summed up of columns alone, for all rows.
+    type Columns<L: Lanes>: Copy;
+    /// What makes values of a row's sums.
+    type Row: Copy + Send + Sync + 'static;
 
     unsafe fn zero<L: Lanes>() -> Self::Sum<L>;
+    unsafe fn no_columns<L: Lanes>() -> Self::Columns<L>;
+    unsafe fn add_columns<L: Lanes>(sum: Self::Columns<L>, b: Self::Pair<L>) -> Self::Columns<L>;
     unsafe fn load<L: Lanes>(b: *const Self::B) -> Self::Pair<L>;
     unsafe fn step<L: Lanes>(
         sum: Self::Sum<L>,
         a: *const Self::A,
         b: Self::Pair<L>,
     ) -> Self::Sum<L>;
-    unsafe fn finish<L: Lanes>(sum: Self::Sum<L>, factor: f32) -> L::V;
+    unsafe fn finish<L: Lanes>(
+        sum: Self::Sum<L>,
+        columns: Self::Columns<L>,
+        row: Self::Row,
+    ) -> L::V;
 }
+
+/// Of products whose sums are values: nothing is read through it.
+pub(crate) const NO_ROWS: *const () = std::ptr::NonNull::<()>::dangling().as_ptr();
 
 /// Everything widened to f32; fused multiply-adds.
 pub(crate) struct Exact<E>(PhantomData<E>);
@@ -92,6 +106,8 @@ unsafe impl<E: Elem> Product for Exact<E> {
     type B = E;
     type Sum<L: Lanes> = L::V;
     type Pair<L: Lanes> = (L::V, L::V);
+    type Columns<L: Lanes> = ();
+    type Row = ();
 
     #[inline(always)]
     unsafe fn zero<L: Lanes>() -> L::V {
@@ -112,7 +128,11 @@ unsafe impl<E: Elem> Product for Exact<E> {
         }
     }
     #[inline(always)]
-    unsafe fn finish<L: Lanes>(sum: L::V, _: f32) -> L::V {
+    unsafe fn no_columns<L: Lanes>() {}
+    #[inline(always)]
+    unsafe fn add_columns<L: Lanes>((): (), _: Self::Pair<L>) {}
+    #[inline(always)]
+    unsafe fn finish<L: Lanes>(sum: L::V, (): (), (): ()) -> L::V {
         sum
     }
 }
@@ -126,6 +146,8 @@ unsafe impl Product for DotBf16 {
     type B = u16;
     type Sum<L: Lanes> = L::V;
     type Pair<L: Lanes> = L::Bf16Pairs;
+    type Columns<L: Lanes> = ();
+    type Row = ();
 
     #[inline(always)]
     unsafe fn zero<L: Lanes>() -> L::V {
@@ -143,7 +165,11 @@ unsafe impl Product for DotBf16 {
         unsafe { L::dot_bf16(sum, a.cast::<u32>().read_unaligned(), b) }
     }
     #[inline(always)]
-    unsafe fn finish<L: Lanes>(sum: L::V, _: f32) -> L::V {
+    unsafe fn no_columns<L: Lanes>() {}
+    #[inline(always)]
+    unsafe fn add_columns<L: Lanes>((): (), _: Self::Pair<L>) {}
+    #[inline(always)]
+    unsafe fn finish<L: Lanes>(sum: L::V, (): (), (): ()) -> L::V {
         sum
     }
 }
@@ -157,7 +183,9 @@ unsafe impl Product for DotInt {
     type B = i8;
     type Sum<L: Lanes> = L::I;
     type Pair<L: Lanes> = L::I16Pairs;
-    const SCALED: bool = true;
+    type Columns<L: Lanes> = ();
+    /// What integers are multiplied with.
+    type Row = f32;
 
     #[inline(always)]
     unsafe fn zero<L: Lanes>() -> L::I {
@@ -175,8 +203,71 @@ unsafe impl Product for DotInt {
         unsafe { L::dot_i16(sum, a.cast::<u32>().read_unaligned(), b) }
     }
     #[inline(always)]
-    unsafe fn finish<L: Lanes>(sum: L::I, factor: f32) -> L::V {
+    unsafe fn no_columns<L: Lanes>() {}
+    #[inline(always)]
+    unsafe fn add_columns<L: Lanes>((): (), _: Self::Pair<L>) {}
+    #[inline(always)]
+    unsafe fn finish<L: Lanes>(sum: L::I, (): (), factor: f32) -> L::V {
         // SAFETY: as above.
         unsafe { L::mul(L::from_i(sum), L::splat(factor)) }
+    }
+}
+
+/// Integers of 8 bits, those of A without a sign, as the instruction takes them. Sums are exact: the
+/// f32 that are made of them too, as long as they have 24 bits.
+pub(crate) struct DotBytes;
+
+/// What bytes of a row stand for: `factor · (byte − zero)`.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Affine {
+    pub factor: f32,
+    pub zero: f32,
+}
+
+/// Four times one.
+const ONES: u32 = 0x0101_0101;
+
+// SAFETY: 64 i8 of B, four u8 of A.
+unsafe impl Product for DotBytes {
+    type A = u8;
+    type B = i8;
+    const STEP: usize = 4;
+    type Sum<L: Lanes> = L::I;
+    type Pair<L: Lanes> = L::I8Quads;
+    type Columns<L: Lanes> = L::I;
+    type Row = Affine;
+
+    #[inline(always)]
+    unsafe fn zero<L: Lanes>() -> L::I {
+        // SAFETY: as above.
+        unsafe { L::zero_i() }
+    }
+    #[inline(always)]
+    unsafe fn no_columns<L: Lanes>() -> L::I {
+        // SAFETY: as above.
+        unsafe { L::zero_i() }
+    }
+    #[inline(always)]
+    unsafe fn add_columns<L: Lanes>(sum: L::I, b: L::I8Quads) -> L::I {
+        // SAFETY: as above.
+        unsafe { L::dot_u8(sum, ONES, b) }
+    }
+    #[inline(always)]
+    unsafe fn load<L: Lanes>(b: *const i8) -> L::I8Quads {
+        // SAFETY: the caller gives 64 readable elements.
+        unsafe { L::i8_quads(b) }
+    }
+    #[inline(always)]
+    unsafe fn step<L: Lanes>(sum: L::I, a: *const u8, b: L::I8Quads) -> L::I {
+        // SAFETY: the caller gives four readable elements.
+        unsafe { L::dot_u8(sum, a.cast::<u32>().read_unaligned(), b) }
+    }
+    #[inline(always)]
+    unsafe fn finish<L: Lanes>(sum: L::I, columns: L::I, row: Affine) -> L::V {
+        // SAFETY: as above.
+        unsafe {
+            let sum = L::fma(L::splat(-row.zero), L::from_i(columns), L::from_i(sum));
+            L::mul(sum, L::splat(row.factor))
+        }
     }
 }

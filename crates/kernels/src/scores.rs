@@ -9,8 +9,7 @@ use crate::ahead::{To, ahead};
 use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Queries, Scratch};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
-use crate::product::{DotInt, Exact, Product};
-use crate::quantize::quantize;
+use crate::product::{Affine, DotBytes, Exact, NO_ROWS, Product};
 
 /// How far ahead of the one that is multiplied a tile is asked for.
 const TILES_AHEAD: usize = 2;
@@ -20,10 +19,10 @@ const TILES_AHEAD: usize = 2;
 ///
 /// # Safety
 /// The tiles exist in the block, whose elements are `P::B`; there are at most twelve query rows,
-/// and `scratch` has their factors if `P` is scaled; the CPU has the features of `L`.
+/// as many `rows`; the CPU has the features of `L`.
 #[inline(always)]
 pub(crate) unsafe fn scores<L: Lanes, P: Product>(
-    q: *const P::A,
+    (q, rows): (*const P::A, *const P::Row),
     queries: Queries<'_>,
     block: Block,
     tiles: Range<usize>,
@@ -42,16 +41,16 @@ pub(crate) unsafe fn scores<L: Lanes, P: Product>(
                 a: q,
                 m,
                 b: block.k.cast::<P::B>().add(t * LANES * dim),
-                pairs: dim / 2,
+                steps: dim / P::STEP,
                 c: scratch.scores.as_mut_ptr().add(t * LANES),
                 strides: Strides {
                     a: HEAD_DIM_MAX,
-                    pair: 2 * LANES,
+                    step: P::STEP * LANES,
                     tile: LANES * dim,
                     c: BLOCK_ROWS,
                 },
                 accumulate: false,
-                factors: scratch.factors.as_ptr(),
+                rows,
             };
             if t + 2 <= tiles.end {
                 micro::rows::<L, P, 2>(&operands);
@@ -67,7 +66,7 @@ pub(crate) unsafe fn scores<L: Lanes, P: Product>(
 /// # Safety
 /// As for [`scores`] over the tiles below `hi`; `q` has twelve rows of `HEAD_DIM_MAX`.
 #[inline(always)]
-pub(crate) unsafe fn plain_scores<L: Lanes, P: Product<A: Stored>>(
+pub(crate) unsafe fn plain_scores<L: Lanes, P: Product<A: Stored, Row = ()>>(
     queries: Queries<'_>,
     block: Block,
     hi: usize,
@@ -77,7 +76,7 @@ pub(crate) unsafe fn plain_scores<L: Lanes, P: Product<A: Stored>>(
     // SAFETY: same contract.
     unsafe {
         place_queries::<L, P::A>(queries, None, q);
-        scores::<L, P>(q, queries, block, 0..hi.div_ceil(LANES), scratch);
+        scores::<L, P>((q, NO_ROWS), queries, block, 0..hi.div_ceil(LANES), scratch);
     }
 }
 
@@ -98,15 +97,14 @@ pub(crate) unsafe fn scaled_scores<L: Lanes>(
         unsafe {
             let scales = group_scales::<L>(block, queries.dim, group);
             place_queries::<L, f32>(queries, Some(&scales), q);
-            scores::<L, Exact<i8>>(q, queries, block, tiles, scratch);
+            scores::<L, Exact<i8>>((q, NO_ROWS), queries, block, tiles, scratch);
         }
     }
 }
 
-/// The same in integers. A query row has one factor for the block, in which the largest of its
-/// products with the block's largest scales is the largest integer; a group's `q · s` is that
-/// integer times the group's share of the largest scale, rounded once more: off by less than one of
-/// 32,767.
+/// The same in bytes. A query row has one factor for the block, in which its products with the
+/// block's largest scales reach from 1 to 254 when what stands for 0 is added; a group's `q · s` is
+/// such a product, in 16 bits, times the group's share of the largest scale, rounded to 8 bits.
 ///
 /// # Safety
 /// As for [`scaled_scores`]; every group with a row below `block.hi` has scales.
@@ -133,7 +131,7 @@ pub(crate) unsafe fn quantized_scores<L: Lanes>(
         }
         quantize_queries::<L>(queries, &largest, scratch);
         let whole = scratch.queries_int.as_ptr();
-        let codes = scratch.queries_16.as_mut_ptr().cast::<i16>();
+        let codes = scratch.queries_16.as_mut_ptr().cast::<u8>();
         for (group, tiles) in groups(block, hi) {
             for d in (0..dim).step_by(LANES) {
                 // Where the largest is 0 all are.
@@ -142,20 +140,30 @@ pub(crate) unsafe fn quantized_scores<L: Lanes>(
                 L::store_i16(shares.as_mut_ptr().add(d), L::mul(share, L::splat(SHARE_MAX)));
             }
             for i in 0..queries.visible.len() {
+                // A half, so that it is rounded, and what stands for 0.
+                let offset = PART / 2 + PART * scratch.affine[i].zero as i16;
                 for d in (0..dim).step_by(2 * LANES) {
                     let at = i * HEAD_DIM_MAX + d;
-                    L::mul_high_i16(whole.add(at), shares.as_ptr().add(d), codes.add(at));
+                    L::mul_to_bytes(whole.add(at), shares.as_ptr().add(d), offset, codes.add(at));
                 }
             }
-            scores::<L, DotInt>(codes, queries, block, tiles, scratch);
+            let rows = scratch.affine.as_ptr();
+            scores::<L, DotBytes>((codes.cast_const(), rows), queries, block, tiles, scratch);
         }
     }
 }
 
 /// A whole share; with 15 bits behind the point 1 would be one more.
 const SHARE_MAX: f32 = 32_767.0;
+/// Parts of a byte's step that the products in 16 bits have.
+const PART: i16 = 128;
+/// Steps between the smallest product and the largest: two less than there are, for what rounding
+/// adds to both ends.
+const STEPS: f32 = 253.0;
+/// Rows that reach less far become zeros: any number of steps divided by it is still finite.
+const REACH_MIN: f32 = 1e-30;
 
-/// Queries times the largest scales, as integers, and their factors.
+/// Queries times the largest scales, as integers, and what their bytes stand for.
 #[inline(always)]
 unsafe fn quantize_queries<L: Lanes>(
     queries: Queries<'_>,
@@ -166,14 +174,27 @@ unsafe fn quantize_queries<L: Lanes>(
     for i in 0..queries.visible.len() {
         // SAFETY: row `i` of all of them has `dim` elements, a multiple of 16.
         unsafe {
-            let from = queries.q.as_ptr().add(i * dim);
-            let scaled = scratch.queries.as_mut_ptr();
+            let (from, scaled) = (queries.q.as_ptr().add(i * dim), scratch.queries.as_mut_ptr());
+            let zero = L::splat(0.0);
+            let (mut above, mut below) = (zero, zero);
             for d in (0..dim).step_by(LANES) {
                 let v = L::mul(L::load(from.add(d)), L::load(largest.as_ptr().add(d)));
+                above = L::max(v, above);
+                below = L::max(L::sub(zero, v), below);
                 L::store(scaled.add(d), v);
             }
+            let (above, below) = (L::max_lane(above), L::max_lane(below));
+            let reach = above + below;
+            let steps = if reach < REACH_MIN { 0.0 } else { STEPS / reach };
             let to = scratch.queries_int.as_mut_ptr().add(i * HEAD_DIM_MAX);
-            scratch.factors[i] = quantize::<L>(scaled, dim, to) * (32_768.0 / SHARE_MAX);
+            for d in (0..dim).step_by(LANES) {
+                let v = L::mul(L::load(scaled.add(d)), L::splat(steps * f32::from(PART)));
+                L::store_i16(to.add(d), v);
+            }
+            scratch.affine[i] = Affine {
+                factor: reach / STEPS * (32_768.0 / SHARE_MAX),
+                zero: 1.0 + (below * steps).round_ties_even(),
+            };
         }
     }
 }

@@ -8,12 +8,9 @@ use std::ops::Range;
 use crate::activations::Stored;
 use crate::block::{BLOCK_ROWS, Partial, Queries};
 use crate::lanes::{LANES, Lanes};
-use crate::micro;
-use crate::quantize::factors;
 
 /// Writes `2^(score − max)`, times the V row's scale if there are scales, into rows of
-/// [`BLOCK_ROWS`] weights; 0 outside `lo..visible`. `weights` may be `scores`. Returns each row's
-/// largest weight if there are scales.
+/// [`BLOCK_ROWS`] weights; 0 outside `lo..visible`. `weights` may be `scores`.
 ///
 /// # Safety
 /// `scores` and `weights` have a row for each query row, at most twelve, `scores` with values up to
@@ -26,8 +23,7 @@ pub(crate) unsafe fn softmax<L: Lanes, T: Stored>(
     scores: *mut f32,
     weights: *mut T,
     partial: &mut Partial<'_>,
-) -> [f32; micro::ROWS] {
-    let mut largest = [0.0; _];
+) {
     // SAFETY: row `i` exists in both.
     unsafe {
         for (i, &visible) in queries.visible.iter().enumerate() {
@@ -37,38 +33,7 @@ pub(crate) unsafe fn softmax<L: Lanes, T: Stored>(
         for (i, &visible) in queries.visible.iter().enumerate() {
             let (row, out) = (scores.add(i * BLOCK_ROWS), weights.add(i * BLOCK_ROWS));
             let seen = Seen::new(lo, visible.min(hi), hi);
-            (partial.sum[i], largest[i]) =
-                exponentials::<L, T>(row, out, partial.max[i], &seen, v_scales);
-        }
-    }
-    largest
-}
-
-/// The same as integers and one factor a row.
-///
-/// # Safety
-/// As for [`softmax`]; there is a factor for each query row.
-#[inline(always)]
-pub(crate) unsafe fn softmax_integers<L: Lanes>(
-    queries: Queries<'_>,
-    (lo, hi): (usize, usize),
-    v_scales: &[f32; BLOCK_ROWS],
-    scores: *mut f32,
-    (weights, row_factors): (*mut i16, *mut f32),
-    partial: &mut Partial<'_>,
-) {
-    // SAFETY: the same contract; row `i` exists in all of them.
-    unsafe {
-        let scales = Some(v_scales);
-        let largest = softmax::<L, f32>(queries, (lo, hi), scales, scores, scores, partial);
-        for (i, largest) in largest.into_iter().enumerate().take(queries.visible.len()) {
-            let (row, out) = (scores.add(i * BLOCK_ROWS), weights.add(i * BLOCK_ROWS));
-            let (factor, inverse) = factors(largest);
-            *row_factors.add(i) = factor;
-            let inverse = L::splat(inverse);
-            for t in 0..hi.div_ceil(LANES) {
-                L::store_i16(out.add(t * LANES), L::mul(L::load(row.add(t * LANES)), inverse));
-            }
+            partial.sum[i] = exponentials::<L, T>(row, out, partial.max[i], &seen, v_scales);
         }
     }
 }
@@ -135,7 +100,7 @@ unsafe fn largest_score<L: Lanes>(scores: *const f32, seen: &Seen) -> f32 {
     }
 }
 
-/// The sum of the exponentials and, with scales, the largest weight.
+/// Returns the sum of the exponentials.
 #[inline(always)]
 unsafe fn exponentials<L: Lanes, T: Stored>(
     scores: *const f32,
@@ -143,10 +108,10 @@ unsafe fn exponentials<L: Lanes, T: Stored>(
     max: f32,
     seen: &Seen,
     v_scales: Option<&[f32; BLOCK_ROWS]>,
-) -> (f32, f32) {
+) -> f32 {
     // SAFETY: `tiles · 16 ≤ BLOCK_ROWS`, the length of both rows.
     unsafe {
-        let (mut sum, mut largest) = (L::splat(0.0), L::splat(0.0));
+        let mut sum = L::splat(0.0);
         for t in 0..seen.some.start {
             T::store::<L>(weights.add(t * LANES), L::splat(0.0));
         }
@@ -160,7 +125,6 @@ unsafe fn exponentials<L: Lanes, T: Stored>(
                         // Scales of rows outside the segment may be anything.
                         let scaled = L::mul(e, L::load(scales.as_ptr().add(t * LANES)));
                         weight = if $masked { seen.masked::<L>(t, scaled, 0.0) } else { scaled };
-                        largest = L::max(weight, largest);
                     }
                     T::store::<L>(weights.add(t * LANES), weight);
                 }
@@ -172,7 +136,6 @@ unsafe fn exponentials<L: Lanes, T: Stored>(
         for t in seen.some.end..seen.tiles {
             T::store::<L>(weights.add(t * LANES), L::splat(0.0));
         }
-        let largest = if v_scales.is_some() { L::max_lane(largest) } else { 0.0 };
-        (L::sum(sum), largest)
+        L::sum(sum)
     }
 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Partial, Queries};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
-use crate::product::{Elem, Product};
+use crate::product::{Elem, NO_ROWS, Product};
 
 /// `out[m][dim] = P · V` over rows `lo..hi`; rows outside the segment are not even multiplied:
 /// they may be NaN, and 0 times NaN is not 0.
@@ -14,7 +14,7 @@ use crate::product::{Elem, Product};
 /// `weights` is `[m][BLOCK_ROWS]`, 0 outside `lo..hi`; `block.v` has the rows below `hi`, its
 /// elements are `P::B`; the CPU has the features of `L`.
 #[inline(always)]
-pub(crate) unsafe fn weighted_sum<L: Lanes, P: Product>(
+pub(crate) unsafe fn weighted_sum<L: Lanes, P: Product<Row = ()>>(
     queries: Queries<'_>,
     block: Block,
     hi: usize,
@@ -46,7 +46,7 @@ pub(crate) unsafe fn weighted_sum<L: Lanes, P: Product>(
             },
             (None, None) => continue,
         };
-        let weights = (weights, std::ptr::null());
+        let weights = (weights, NO_ROWS);
         // SAFETY: `v` begins with the first of the pairs, all of them rows of the segment.
         unsafe { pv::<L, P>(queries, v, pairs, weights, accumulate, partial) };
         accumulate = true;
@@ -71,7 +71,7 @@ unsafe fn copy_row<E: Elem>(
 }
 
 /// `out (+)= P[pairs] · V[pairs]`, 32 dimensions at a time; `v` begins with the first of the
-/// pairs, and weights come with their factors.
+/// pairs, and weights come with what makes values of their sums.
 ///
 /// # Safety
 /// As for [`weighted_sum`] over the given pairs; there is a factor for each query row if `P` is
@@ -81,7 +81,7 @@ pub(crate) unsafe fn pv<L: Lanes, P: Product>(
     queries: Queries<'_>,
     v: *const P::B,
     pairs: Range<usize>,
-    (weights, factors): (*const P::A, *const f32),
+    (weights, rows): (*const P::A, *const P::Row),
     accumulate: bool,
     partial: &mut Partial<'_>,
 ) {
@@ -93,11 +93,11 @@ pub(crate) unsafe fn pv<L: Lanes, P: Product>(
                 a: weights.add(2 * pairs.start),
                 m,
                 b: v.add(2 * d),
-                pairs: pairs.len(),
+                steps: pairs.len(),
                 c: partial.out.as_mut_ptr().add(d),
-                strides: Strides { a: BLOCK_ROWS, pair: 2 * dim, tile: 2 * LANES, c: dim },
+                strides: Strides { a: BLOCK_ROWS, step: 2 * dim, tile: 2 * LANES, c: dim },
                 accumulate,
-                factors,
+                rows,
             });
         }
     }

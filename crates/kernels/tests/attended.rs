@@ -44,9 +44,10 @@ fn weights_are_those_of_softmax() {
         for (i, (got, want)) in got.iter().zip(&want).enumerate() {
             assert_eq!(got.len(), want.len());
             for (row, (got, want)) in got.iter().zip(want).enumerate() {
-                // Queries are six times those the bounds of `tolerance` are made for: scores are
-                // off by 1.2e-3 at most where queries are rounded to integers.
-                let bound = 5e-3 * want + 1e-5;
+                // Queries are six times those the bounds of `tolerance` are made for: where they
+                // are rounded to bytes, four deviations of a score are 6 · 7.3e-3.
+                let rounded = dtype == KvDtype::Int8 && precision == Precision::Bf16;
+                let bound = if rounded { 4.4e-2 } else { 5e-3 } * want + 1e-5;
                 let error = (f64::from(*got) - want).abs();
                 assert!(error < bound, "{dtype:?} {precision} {i}/{row}: {got}, not {want}");
             }

@@ -22,7 +22,7 @@ const fn arithmetic_class(precision: Precision) -> &'static str {
         Precision::Exact => "f32 fma, powers of 2, edges added, blocks of 256 rows, bf16 own rows",
         Precision::Bf16 => {
             "bf16 products, f32 sums, odd then even, powers of 2, edges added, blocks of 256 rows, \
-             int16 by block, shares of its groups, x int8 over int8 rows, bf16 own rows"
+             int8 by block, shares of its groups, x int8 keys, int16 x int8 values, bf16 own rows"
         }
     }
 }
