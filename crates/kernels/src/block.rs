@@ -26,6 +26,8 @@ const NEXT_BYTES: usize = 8192;
 /// Largest head dimension. Sums of 256 products of a 16-bit and an 8-bit integer fit 31 bits:
 /// `256 · 32,767 · 128 < 2³¹`, over dimensions as well as over the rows of a block.
 pub const HEAD_DIM_MAX: usize = 256;
+/// Largest weight of 16 bits.
+const WEIGHT_MAX: f32 = 32_767.0;
 const _: () = assert!(HEAD_DIM_MAX * 32_767 * 128 < 1 << 31 && BLOCK_ROWS * 32_767 * 128 < 1 << 31);
 
 /// One block of one head.
@@ -200,7 +202,7 @@ unsafe fn place_v_scales<L: Lanes>(precision: Precision, block: Block, scratch: 
         if precision == Precision::Bf16 {
             // Of all rows, whether these queries see them or not: a row's bits must not depend on
             // how far others see.
-            let (factor, inverse) = factors(L::max_lane(top));
+            let (factor, inverse) = factors(L::max_lane(top), WEIGHT_MAX);
             scratch.factors.fill(factor);
             let inverse = L::splat(inverse);
             for row in tiles() {

@@ -23,6 +23,8 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     type I16Pairs: Copy;
     /// Sixteen times four 8-bit integers, ready to be multiplied.
     type I8Quads: Copy;
+    /// The same of four bits without sign.
+    type U4Quads: Copy;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -59,15 +61,18 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn i16_pairs(p: *const i8) -> Self::I16Pairs;
     /// `c + a₀ · b₀ + a₁ · b₁` for a pair `a` of 16-bit integers and each pair of `b`: exact.
     unsafe fn dot_i16(c: Self::I, a: u32, b: Self::I16Pairs) -> Self::I;
+    /// Sixty-four 8-bit integers, lane after lane.
+    unsafe fn i8_quads(p: *const i8) -> Self::I8Quads;
     /// Two times thirty-two 8-bit integers, sixteen pairs each: the first pair of a lane, and the
     /// second.
-    unsafe fn i8_quads(p: *const i8) -> Self::I8Quads;
+    unsafe fn i8_quads_of_pairs(p: *const i8) -> Self::I8Quads;
+    /// Sixty-four bytes of two nibbles each: the low ones and the high ones.
+    unsafe fn nibble_quads(p: *const u8) -> [Self::U4Quads; 2];
     /// `c + a₀ · b₀ + … + a₃ · b₃` for four unsigned bytes `a`, the first the lowest, and each four
     /// of `b`: exact.
     unsafe fn dot_u8(c: Self::I, a: u32, b: Self::I8Quads) -> Self::I;
-    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
-    /// Thirty-two words of four nibbles each: the first, second, third and fourth ones.
-    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4];
+    /// The same for four bytes `a` with sign and four nibbles `b` without.
+    unsafe fn dot_i8(c: Self::I, a: u32, b: Self::U4Quads) -> Self::I;
     /// Widens sixteen f16.
     unsafe fn load_f16(p: *const u16) -> Self::V;
     /// To the nearest f32, ties to even.
@@ -77,6 +82,9 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     unsafe fn store_bf16(p: *mut u16, v: Self::V);
     /// Rounds values of magnitude at most 32,767 to integers, ties to even.
     unsafe fn store_i16(p: *mut i16, v: Self::V);
+    /// Rounds values of magnitude at most 32,639 to integers, ties to even, each of which is
+    /// `256 · high + low` of 8 bits with sign: four high ones, then their low ones.
+    unsafe fn store_halves(p: *mut i8, v: Self::V);
     /// `out = ⌊(⌊(a · b + 2¹⁴) / 2¹⁵⌋ + offset) / 2⁷⌋` for thirty-two 16-bit integers above
     /// −32,768; each result fits a byte.
     unsafe fn mul_to_bytes(a: *const i16, b: *const i16, offset: i16, out: *mut u8);
@@ -175,6 +183,7 @@ unsafe impl Lanes for Portable {
     type Bf16Pairs = (Self::V, Self::V);
     type I16Pairs = [[i16; 2]; LANES];
     type I8Quads = [[i8; 4]; LANES];
+    type U4Quads = [[u8; 4]; LANES];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -273,6 +282,23 @@ unsafe impl Lanes for Portable {
     #[inline(always)]
     unsafe fn i8_quads(p: *const i8) -> Self::I8Quads {
         // SAFETY: the caller gives 64 readable elements.
+        unsafe { p.cast::<[[i8; 4]; LANES]>().read_unaligned() }
+    }
+    #[inline(always)]
+    unsafe fn nibble_quads(p: *const u8) -> [Self::U4Quads; 2] {
+        // SAFETY: the caller gives 64 readable elements.
+        let raw = unsafe { p.cast::<[[u8; 4]; LANES]>().read_unaligned() };
+        [raw.map(|quad| quad.map(|byte| byte & 15)), raw.map(|quad| quad.map(|byte| byte >> 4))]
+    }
+    #[inline(always)]
+    unsafe fn dot_i8(c: Self::I, a: u32, b: Self::U4Quads) -> Self::I {
+        let a = a.to_le_bytes().map(|a| i32::from(a as i8));
+        let product = |b: [u8; 4]| (0..4).map(|i| a[i] * i32::from(b[i])).sum::<i32>();
+        std::array::from_fn(|i| c[i] + product(b[i]))
+    }
+    #[inline(always)]
+    unsafe fn i8_quads_of_pairs(p: *const i8) -> Self::I8Quads {
+        // SAFETY: the caller gives 64 readable elements.
         let [low, high] = unsafe { p.cast::<[[[i8; 2]; LANES]; 2]>().read_unaligned() };
         std::array::from_fn(|i| [low[i][0], low[i][1], high[i][0], high[i][1]])
     }
@@ -281,16 +307,6 @@ unsafe impl Lanes for Portable {
         let a = a.to_le_bytes().map(i32::from);
         let product = |b: [i8; 4]| (0..4).map(|i| a[i] * i32::from(b[i])).sum::<i32>();
         std::array::from_fn(|i| c[i] + product(b[i]))
-    }
-    #[inline(always)]
-    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
-        std::array::from_fn(|i| a[i] + b[i])
-    }
-    #[inline(always)]
-    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4] {
-        // SAFETY: the caller gives 32 readable elements.
-        let raw = unsafe { p.cast::<[[u16; 2]; LANES]>().read_unaligned() };
-        [0, 4, 8, 12].map(|shift| raw.map(|pair| pair.map(|word| (word >> shift & 15) as i16)))
     }
     #[inline(always)]
     unsafe fn load_f16(p: *const u16) -> Self::V {
@@ -311,6 +327,16 @@ unsafe impl Lanes for Portable {
     unsafe fn store_i16(p: *mut i16, v: Self::V) {
         // SAFETY: the caller gives 16 writable elements.
         unsafe { p.cast::<[i16; LANES]>().write_unaligned(v.map(|x| x.round_ties_even() as i16)) }
+    }
+    #[inline(always)]
+    unsafe fn store_halves(p: *mut i8, v: Self::V) {
+        let whole = v.map(|x| x.round_ties_even() as i32);
+        let halves = std::array::from_fn(|quad| {
+            let quad: [i32; 4] = std::array::from_fn(|i| whole[4 * quad + i]);
+            [quad.map(|x| ((x + 128) >> 8) as i8), quad.map(|x| x as i8)]
+        });
+        // SAFETY: the caller gives 32 writable elements.
+        unsafe { p.cast::<[[[i8; 4]; 2]; LANES / 4]>().write_unaligned(halves) }
     }
     #[inline(always)]
     unsafe fn mul_to_bytes(a: *const i16, b: *const i16, offset: i16, out: *mut u8) {

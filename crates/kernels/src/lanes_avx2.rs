@@ -18,6 +18,7 @@ unsafe impl Lanes for Avx2 {
     type Bf16Pairs = (Self::V, Self::V);
     type I16Pairs = [__m256i; 2];
     type I8Quads = [Self::I16Pairs; 2];
+    type U4Quads = [__m256i; 2];
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -135,6 +136,43 @@ unsafe impl Lanes for Avx2 {
     }
     #[inline(always)]
     unsafe fn i8_quads(p: *const i8) -> Self::I8Quads {
+        unsafe {
+            let raw = [p, p.add(2 * LANES)].map(|p| _mm256_loadu_si256(p.cast()));
+            let even = raw.map(|r| _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(r)));
+            let odd = raw.map(|r| _mm256_srai_epi16::<8>(r));
+            let first = |i: usize| {
+                _mm256_blend_epi16::<0b1010_1010>(even[i], _mm256_slli_epi32::<16>(odd[i]))
+            };
+            let second = |i: usize| {
+                _mm256_blend_epi16::<0b1010_1010>(_mm256_srli_epi32::<16>(even[i]), odd[i])
+            };
+            [[first(0), first(1)], [second(0), second(1)]]
+        }
+    }
+    #[inline(always)]
+    unsafe fn nibble_quads(p: *const u8) -> [Self::U4Quads; 2] {
+        unsafe {
+            let low = _mm256_set1_epi8(15);
+            let raw = [p, p.add(2 * LANES)].map(|p| _mm256_loadu_si256(p.cast()));
+            [
+                raw.map(|r| _mm256_and_si256(r, low)),
+                raw.map(|r| _mm256_and_si256(_mm256_srli_epi16::<4>(r), low)),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_i8(c: Self::I, a: u32, b: Self::U4Quads) -> Self::I {
+        unsafe {
+            let (a, ones) = (_mm256_set1_epi32(a as i32), _mm256_set1_epi16(1));
+            // Two products of 15 · 128 at most fit 16 bits.
+            [0, 1].map(|i| {
+                let pairs = _mm256_maddubs_epi16(b[i], a);
+                _mm256_add_epi32(c[i], _mm256_madd_epi16(pairs, ones))
+            })
+        }
+    }
+    #[inline(always)]
+    unsafe fn i8_quads_of_pairs(p: *const i8) -> Self::I8Quads {
         unsafe { [Self::i16_pairs(p), Self::i16_pairs(p.add(2 * LANES))] }
     }
     #[inline(always)]
@@ -150,23 +188,6 @@ unsafe impl Lanes for Avx2 {
                 let high = _mm256_madd_epi16(high, b[1][i]);
                 _mm256_add_epi32(c[i], _mm256_add_epi32(low, high))
             })
-        }
-    }
-    #[inline(always)]
-    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
-        unsafe { [0, 1].map(|i| _mm256_add_epi32(a[i], b[i])) }
-    }
-    #[inline(always)]
-    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4] {
-        unsafe {
-            let low = _mm256_set1_epi16(15);
-            let raw = [_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(LANES).cast())];
-            [
-                raw.map(|w| _mm256_and_si256(w, low)),
-                raw.map(|w| _mm256_and_si256(_mm256_srli_epi16::<4>(w), low)),
-                raw.map(|w| _mm256_and_si256(_mm256_srli_epi16::<8>(w), low)),
-                raw.map(|w| _mm256_srli_epi16::<12>(w)),
-            ]
         }
     }
     #[inline(always)]
@@ -202,6 +223,25 @@ unsafe impl Lanes for Avx2 {
             let whole = v.map(|half| _mm256_cvtps_epi32(half));
             let packed = _mm256_packs_epi32(whole[0], whole[1]);
             _mm256_storeu_si256(p.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
+        }
+    }
+    #[inline(always)]
+    unsafe fn store_halves(p: *mut i8, v: Self::V) {
+        unsafe {
+            let whole = v.map(|half| _mm256_cvtps_epi32(half));
+            // Packing saturates: the low bytes are made numbers of their own first.
+            let low = whole.map(|w| _mm256_srai_epi32::<24>(_mm256_slli_epi32::<24>(w)));
+            let up = _mm256_set1_epi32(128);
+            let high = whole.map(|w| _mm256_srai_epi32::<8>(_mm256_add_epi32(w, up)));
+            let bytes = |x: [__m256i; 2]| {
+                let words = _mm256_packs_epi32(x[0], x[1]);
+                let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+                let upper = _mm256_extracti128_si256::<1>(words);
+                _mm_packs_epi16(_mm256_castsi256_si128(words), upper)
+            };
+            let (high, low) = (bytes(high), bytes(low));
+            _mm_storeu_si128(p.cast(), _mm_unpacklo_epi32(high, low));
+            _mm_storeu_si128(p.add(LANES).cast(), _mm_unpackhi_epi32(high, low));
         }
     }
     #[inline(always)]

@@ -35,24 +35,6 @@ unsafe fn dot_pairs(mut c: __m512i, a: __m512i, b: __m512i) -> __m512i {
     c
 }
 
-/// VPDPBUSD, for the same reason.
-///
-/// # Safety
-/// The CPU has AVX-512 with VNNI.
-#[inline]
-#[target_feature(enable = "avx512f,avx512vnni")]
-unsafe fn dot_quads(mut c: __m512i, a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: registers only.
-    unsafe {
-        std::arch::asm!(
-            "vpdpbusd {c}, {a}, {b}",
-            c = inout(zmm_reg) c, a = in(zmm_reg) a, b = in(zmm_reg) b,
-            options(pure, nomem, nostack, preserves_flags),
-        );
-    }
-    c
-}
-
 // SAFETY: every method is one or a few AVX-512 instructions; callers hold the trait's contract.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
 unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
@@ -61,8 +43,9 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     type I = __m512i;
     type Bf16Pairs = __m512i;
     type I16Pairs = __m512i;
-    /// With `DOT` the first one only.
+    /// With `DOT` the first one only, of bytes; otherwise pairs of 16 bits.
     type I8Quads = [__m512i; 2];
+    type U4Quads = __m512i;
 
     #[inline(always)]
     unsafe fn splat(x: f32) -> Self::V {
@@ -176,6 +159,42 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     #[inline(always)]
     unsafe fn i8_quads(p: *const i8) -> Self::I8Quads {
         unsafe {
+            let raw = _mm512_loadu_si512(p.cast());
+            if DOT {
+                return [raw, _mm512_setzero_si512()];
+            }
+            let even = _mm512_srai_epi16::<8>(_mm512_slli_epi16::<8>(raw));
+            let odd = _mm512_srai_epi16::<8>(raw);
+            let upper = 0xaaaa_aaaa;
+            [
+                _mm512_mask_blend_epi16(upper, even, _mm512_slli_epi32::<16>(odd)),
+                _mm512_mask_blend_epi16(upper, _mm512_srli_epi32::<16>(even), odd),
+            ]
+        }
+    }
+    #[inline(always)]
+    unsafe fn nibble_quads(p: *const u8) -> [Self::U4Quads; 2] {
+        unsafe {
+            let (low, raw) = (_mm512_set1_epi8(15), _mm512_loadu_si512(p.cast()));
+            let high = _mm512_srli_epi16::<4>(raw);
+            [_mm512_and_si512(raw, low), _mm512_and_si512(high, low)]
+        }
+    }
+    #[inline(always)]
+    unsafe fn dot_i8(c: Self::I, a: u32, b: Self::U4Quads) -> Self::I {
+        unsafe {
+            let a = _mm512_set1_epi32(a as i32);
+            if DOT {
+                return _mm512_dpbusd_epi32(c, b, a);
+            }
+            // Two products of 15 · 128 at most fit 16 bits.
+            let pairs = _mm512_maddubs_epi16(b, a);
+            _mm512_add_epi32(c, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)))
+        }
+    }
+    #[inline(always)]
+    unsafe fn i8_quads_of_pairs(p: *const i8) -> Self::I8Quads {
+        unsafe {
             if DOT {
                 // Pairs of a lane are 32 bytes apart.
                 let order: [u16; 32] = std::array::from_fn(|i| (i / 2 + i % 2 * 16) as u16);
@@ -190,28 +209,12 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     unsafe fn dot_u8(c: Self::I, a: u32, b: Self::I8Quads) -> Self::I {
         unsafe {
             if DOT {
-                return dot_quads(c, _mm512_set1_epi32(a as i32), b[0]);
+                return _mm512_dpbusd_epi32(c, _mm512_set1_epi32(a as i32), b[0]);
             }
             let a = _mm512_cvtepu8_epi16(_mm256_set1_epi32(a as i32));
             let low = _mm512_madd_epi16(_mm512_shuffle_epi32::<0b00_00_00_00>(a), b[0]);
             let high = _mm512_madd_epi16(_mm512_shuffle_epi32::<0b01_01_01_01>(a), b[1]);
             _mm512_add_epi32(c, _mm512_add_epi32(low, high))
-        }
-    }
-    #[inline(always)]
-    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
-        unsafe { _mm512_add_epi32(a, b) }
-    }
-    #[inline(always)]
-    unsafe fn nibble_pairs(p: *const u16) -> [Self::I16Pairs; 4] {
-        unsafe {
-            let (low, raw) = (_mm512_set1_epi16(15), _mm512_loadu_si512(p.cast()));
-            [
-                _mm512_and_si512(raw, low),
-                _mm512_and_si512(_mm512_srli_epi16::<4>(raw), low),
-                _mm512_and_si512(_mm512_srli_epi16::<8>(raw), low),
-                _mm512_srli_epi16::<12>(raw),
-            ]
         }
     }
     #[inline(always)]
@@ -245,6 +248,17 @@ unsafe impl<const DOT: bool> Lanes for Avx512<DOT> {
     #[inline(always)]
     unsafe fn store_i16(p: *mut i16, v: Self::V) {
         unsafe { _mm256_storeu_si256(p.cast(), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v))) }
+    }
+    #[inline(always)]
+    unsafe fn store_halves(p: *mut i8, v: Self::V) {
+        unsafe {
+            let whole = _mm512_cvtps_epi32(v);
+            let up = _mm512_add_epi32(whole, _mm512_set1_epi32(128));
+            let high = _mm512_cvtepi32_epi8(_mm512_srai_epi32::<8>(up));
+            let low = _mm512_cvtepi32_epi8(whole);
+            _mm_storeu_si128(p.cast(), _mm_unpacklo_epi32(high, low));
+            _mm_storeu_si128(p.add(16).cast(), _mm_unpackhi_epi32(high, low));
+        }
     }
     #[inline(always)]
     unsafe fn mul_to_bytes(a: *const i16, b: *const i16, offset: i16, out: *mut u8) {

@@ -255,7 +255,7 @@ unsafe impl Product for DotBytes {
     #[inline(always)]
     unsafe fn load<L: Lanes>(b: *const i8) -> L::I8Quads {
         // SAFETY: the caller gives 64 readable elements.
-        unsafe { L::i8_quads(b) }
+        unsafe { L::i8_quads_of_pairs(b) }
     }
     #[inline(always)]
     unsafe fn step<L: Lanes>(sum: L::I, a: *const u8, b: L::I8Quads) -> L::I {

@@ -1,9 +1,9 @@
 //! Linear layers over a model file's own 4- and 8-bit weights, for few rows.
 //!
 //! With few rows a product costs what its weights take to be read, so they stay as small as they
-//! are in the file, and exact. Rows are quantized to 16 bits in blocks of 32 with a scale each:
-//! products and their sums over a block are exact integers, and what rounding adds is 2⁻¹⁶ of a
-//! block's largest value.
+//! are in the file, and exact. Rows are quantized to 16 bits in blocks of 32 with a scale each, and
+//! multiplied as high and low bytes: products and their sums over a block are exact integers, and
+//! what rounding adds is 2⁻¹⁶ of a block's largest value.
 
 use half::f16;
 
@@ -25,6 +25,8 @@ const ROWS: usize = 8;
 const SCALE_BYTES: usize = 2 * TILE;
 /// How far ahead of those that are multiplied weights are asked for.
 const AHEAD_BYTES: usize = 2560;
+/// Four times 128.
+const OFFSETS: u32 = 0x8080_8080;
 /// Bytes of weights one task reads at most: threads that are late leave less to wait for.
 const TASK_BYTES: usize = 256 << 10;
 
@@ -63,8 +65,8 @@ impl QuantKind {
 /// A weight matrix `[n][k]`, sixteen rows to a tile `[n / 16][k / 32]`.
 ///
 /// A block of a tile has sixteen f16 scales; with 4 bits sixteen f16 minimums and four groups of
-/// eight k: word `2 · column + k % 2` holds k, k + 2, k + 4 and k + 6 from its low bits on; with 8
-/// bits pairs of k `[16][16][2]`.
+/// eight k: byte `4 · column + k % 4` holds k, and k + 4 in its high bits; with 8 bits fours of k
+/// `[8][16][4]`.
 pub struct QuantMatrix {
     n: usize,
     k: usize,
@@ -74,7 +76,7 @@ pub struct QuantMatrix {
 
 impl QuantMatrix {
     /// Names the packing: files of another one are not read.
-    pub const LAYOUT: u32 = 1;
+    pub const LAYOUT: u32 = 2;
 
     /// Packs matrices of equal kind and `k`, one below the other, from the bytes of a file.
     ///
@@ -148,24 +150,26 @@ impl QuantMatrix {
             if self.four {
                 let m = scale(SCALE_BYTES + 2 * column);
                 for (i, x) in out.iter_mut().enumerate() {
-                    let (word, shift) = nibble_at(column, i);
-                    let at = 2 * SCALE_BYTES + 2 * word;
-                    let word = u16::from_le_bytes([block[at], block[at + 1]]);
-                    *x = d * f32::from(word >> shift & 15) + m;
+                    let (byte, shift) = nibble_at(column, i);
+                    *x = d * f32::from(block[byte] >> shift & 15) + m;
                 }
             } else {
                 for (i, x) in out.iter_mut().enumerate() {
-                    let at = SCALE_BYTES + i / 2 * 2 * TILE + 2 * column + i % 2;
-                    *x = d * f32::from(block[at] as i8);
+                    *x = d * f32::from(block[byte_at(column, i)] as i8);
                 }
             }
         }
     }
 }
 
-/// Word of a block of a tile, and bit in it, where the four bits of `(column, k)` begin.
+/// Byte of a block of a tile, and bit in it, where the four bits of `(column, k)` begin.
 const fn nibble_at(column: usize, k: usize) -> (usize, usize) {
-    (k / 8 * 2 * TILE + 2 * column + k % 2, k % 8 / 2 * 4)
+    (2 * SCALE_BYTES + k / 8 * 4 * TILE + 4 * column + k % 4, k % 8 / 4 * 4)
+}
+
+/// Byte of a block of a tile that `(column, k)` has.
+const fn byte_at(column: usize, k: usize) -> usize {
+    SCALE_BYTES + k / 4 * 4 * TILE + 4 * column + k % 4
 }
 
 /// Puts one block of one row into its tile.
@@ -173,7 +177,7 @@ fn put_block(kind: QuantKind, block: &[u8], column: usize, target: &mut [u8]) {
     target[2 * column..2 * column + 2].copy_from_slice(&block[..2]);
     if kind == QuantKind::Q8_0 {
         for (k, &q) in block[2..].iter().enumerate() {
-            target[SCALE_BYTES + k / 2 * 2 * TILE + 2 * column + k % 2] = q;
+            target[byte_at(column, k)] = q;
         }
         return;
     }
@@ -187,8 +191,8 @@ fn put_block(kind: QuantKind, block: &[u8], column: usize, target: &mut [u8]) {
     for k in 0..QUANT_BLOCK {
         // GGUF keeps k and k + 16 in one byte.
         let code = codes[k % 16] >> (k / 16 * 4) & 15;
-        let (word, shift) = nibble_at(column, k);
-        target[2 * SCALE_BYTES + 2 * word + shift / 8] |= code << (shift % 8);
+        let (byte, shift) = nibble_at(column, k);
+        target[byte] |= code << shift;
     }
 }
 
@@ -201,8 +205,8 @@ fn times_minus_8(bits: u16) -> u16 {
 #[derive(Debug, Default)]
 pub struct QuantRows {
     k: usize,
-    /// `[m][k]`.
-    codes: Vec<i16>,
+    /// `[m][k / 4][high, low][4]`.
+    codes: Vec<i8>,
     /// `[m][k / 32]`.
     scales: Vec<f32>,
     /// Sums of the blocks, scaled: what minimums are multiplied with.
@@ -217,34 +221,38 @@ impl QuantRows {
     pub fn quantize(&mut self, isa: Isa, x: &[f32], k: usize) {
         assert!(k.is_multiple_of(QUANT_BLOCK) && x.len().is_multiple_of(k));
         self.k = k;
-        self.codes.resize(x.len(), 0);
+        self.codes.resize(2 * x.len(), 0);
         self.scales.resize(x.len() / QUANT_BLOCK, 0.0);
         self.sums.resize(x.len() / QUANT_BLOCK, 0.0);
         let (codes, scales, sums) = (&mut self.codes, &mut self.scales, &mut self.sums);
-        // SAFETY: `codes` has the length of `x`, the others one element for each block of it.
+        // SAFETY: `codes` has twice the length of `x`, the others one element for each block of it.
         unsafe { quantize_blocks(isa, x, codes, scales, sums) };
     }
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
-        self.codes.len().checked_div(self.k).unwrap_or(0)
+        self.codes.len().checked_div(2 * self.k).unwrap_or(0)
     }
 }
 
 #[inline(always)]
 unsafe fn quantize_blocks_body<L: Lanes>(
     x: &[f32],
-    codes: &mut [i16],
+    codes: &mut [i8],
     scales: &mut [f32],
     sums: &mut [f32],
 ) {
     for (b, x) in x.chunks_exact(QUANT_BLOCK).enumerate() {
-        let codes = &mut codes[b * QUANT_BLOCK..(b + 1) * QUANT_BLOCK];
-        // SAFETY: two groups of lanes in each block of `x` and of `codes`.
+        let codes = &mut codes[2 * b * QUANT_BLOCK..2 * (b + 1) * QUANT_BLOCK];
+        // SAFETY: two groups of lanes in each block of `x`, twice as many in one of `codes`.
         unsafe {
             scales[b] = quantize::<L>(x.as_ptr(), QUANT_BLOCK, codes.as_mut_ptr());
-            let sum: i32 = codes.iter().map(|c| i32::from(*c)).sum();
-            sums[b] = sum as f32 * scales[b];
+            let (mut high, mut low) = (0, 0);
+            for eight in codes.chunks_exact(8) {
+                high += eight[..4].iter().map(|c| i32::from(*c)).sum::<i32>();
+                low += eight[4..].iter().map(|c| i32::from(*c)).sum::<i32>();
+            }
+            sums[b] = (256 * high + low) as f32 * scales[b];
         }
     }
 }
@@ -253,9 +261,9 @@ dispatch! {
     /// Codes, scales and sums of blocks.
     ///
     /// # Safety
-    /// `x` is whole blocks, `codes` as long as `x`, the others have one element a block.
+    /// `x` is whole blocks, `codes` twice as long as `x`, the others have one element a block.
     unsafe fn quantize_blocks => quantize_blocks_body(
-        x: &[f32], codes: &mut [i16], scales: &mut [f32], sums: &mut [f32],
+        x: &[f32], codes: &mut [i8], scales: &mut [f32], sums: &mut [f32],
     )
 }
 
@@ -296,39 +304,50 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
             for w in w {
                 ahead(To::L1, w.wrapping_add(AHEAD_BYTES), kind.tile_bytes());
             }
-            // A few sums have two chains each, so that none waits for itself; integers add up in
-            // any order.
-            let chains = if M * N < 4 { 2 } else { 1 };
+            // Of high bytes and of low ones.
             let mut sums = [[[L::zero_i(); 2]; N]; M];
-            let a = t.rows.codes.as_ptr().add(row * k + b * QUANT_BLOCK);
+            // What the offset of unsigned rows adds to either.
+            let mut columns = [L::zero_i(); N];
+            let a = t.rows.codes.as_ptr().add(2 * (row * k + b * QUANT_BLOCK));
+            let four = |row: usize, k0: usize, half: usize| {
+                a.add(2 * (row * k + k0) + 4 * half).cast::<u32>().read_unaligned()
+            };
             if FOUR {
                 for g in 0..4 {
                     let at = 2 * SCALE_BYTES + g * 4 * TILE;
                     // No closure: it would be compiled without the instruction set.
-                    let mut codes = [L::nibble_pairs(w[0].add(at).cast()); N];
+                    let mut codes = [L::nibble_quads(w[0].add(at)); N];
                     if N == 2 {
-                        codes[1] = L::nibble_pairs(w[1].add(at).cast());
+                        codes[1] = L::nibble_quads(w[1].add(at));
                     }
-                    for s in 0..4 {
+                    for s in 0..2 {
                         for (i, sums) in sums.iter_mut().enumerate() {
-                            let a = a.add(i * k + g * 8 + 2 * s).cast::<u32>().read_unaligned();
-                            for (sums, codes) in sums.iter_mut().zip(&codes) {
-                                sums[s % chains] = L::dot_i16(sums[s % chains], a, codes[s]);
+                            for half in 0..2 {
+                                let a = four(i, g * 8 + 4 * s, half);
+                                for (sums, codes) in sums.iter_mut().zip(&codes) {
+                                    sums[half] = L::dot_i8(sums[half], a, codes[s]);
+                                }
                             }
                         }
                     }
                 }
             } else {
-                for p in 0..QUANT_BLOCK / 2 {
-                    let at = SCALE_BYTES + p * 2 * TILE;
-                    let mut codes = [L::i16_pairs(w[0].add(at).cast()); N];
+                for q in 0..QUANT_BLOCK / 4 {
+                    let at = SCALE_BYTES + q * 4 * TILE;
+                    let mut codes = [L::i8_quads(w[0].add(at).cast()); N];
                     if N == 2 {
-                        codes[1] = L::i16_pairs(w[1].add(at).cast());
+                        codes[1] = L::i8_quads(w[1].add(at).cast());
+                    }
+                    for (columns, codes) in columns.iter_mut().zip(codes) {
+                        *columns = L::dot_u8(*columns, OFFSETS, codes);
                     }
                     for (i, sums) in sums.iter_mut().enumerate() {
-                        let a = a.add(i * k + 2 * p).cast::<u32>().read_unaligned();
-                        for (sums, codes) in sums.iter_mut().zip(codes) {
-                            sums[p % chains] = L::dot_i16(sums[p % chains], a, codes);
+                        for half in 0..2 {
+                            // With the sign bit turned, a number has 128 more and no sign.
+                            let a = four(i, 4 * q, half) ^ OFFSETS;
+                            for (sums, codes) in sums.iter_mut().zip(codes) {
+                                sums[half] = L::dot_u8(sums[half], a, codes);
+                            }
                         }
                     }
                 }
@@ -338,7 +357,12 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
                 for i in 0..M {
                     let at = (row + i) * blocks + b;
                     let scale = L::mul(d, L::splat(*t.rows.scales.get_unchecked(at)));
-                    let sum = L::from_i(L::add_i(sums[i][j][0], sums[i][j][1]));
+                    let (mut high, mut low) = (L::from_i(sums[i][j][0]), L::from_i(sums[i][j][1]));
+                    if !FOUR {
+                        let offset = L::from_i(columns[j]);
+                        (high, low) = (L::sub(high, offset), L::sub(low, offset));
+                    }
+                    let sum = L::fma(high, L::splat(256.0), low);
                     c[i][j] = L::fma(scale, sum, c[i][j]);
                 }
                 if FOUR {

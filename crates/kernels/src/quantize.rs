@@ -1,27 +1,29 @@
-//! Rows of f32 as 16-bit integers and one factor.
+//! Values as integers and one factor.
 
 use crate::lanes::{LANES, Lanes};
 
-/// Largest integer.
-const MAX: f32 = 32_767.0;
-/// Rows whose largest magnitude is below this become zeros: `MAX` divided by it is still finite.
+/// Values whose largest magnitude is below this become zeros: any largest integer divided by it is
+/// still finite.
 const AMAX_MIN: f32 = 1e-30;
 
-/// What integers are multiplied with, and what makes integers of values whose largest magnitude is
-/// `top`.
+/// What integers up to `max` are multiplied with, and what makes integers of values whose largest
+/// magnitude is `top`.
 #[inline(always)]
-pub(crate) fn factors(top: f32) -> (f32, f32) {
-    if top < AMAX_MIN { (0.0, 0.0) } else { (top / MAX, MAX / top) }
+pub(crate) fn factors(top: f32, max: f32) -> (f32, f32) {
+    if top < AMAX_MIN { (0.0, 0.0) } else { (top / max, max / top) }
 }
 
-/// Writes `n` integers `q` and returns `f` with `f · q[i]` nearest to `x[i]`: the error is at
-/// most `max |x| / 65,534`, and f32 rounding.
+/// Largest integer that is `256 · high + low` of 8 bits with sign, and so is its opposite.
+const HALVES_MAX: f32 = 127.0 * 256.0 + 127.0;
+
+/// Writes `n` integers `q` and returns `f` with `f · q[i]` nearest to `x[i]`: the error is at most
+/// `max |x| / 65,278`, and f32 rounding. They are halves of 8 bits, `[n / 4][high, low][4]`.
 ///
 /// # Safety
-/// `x` has `n` readable and `out` `n` writable elements, `n` a multiple of 16; the CPU has the
+/// `x` has `n` readable and `out` `2 · n` writable elements, `n` a multiple of 16; the CPU has the
 /// features of `L`.
 #[inline(always)]
-pub(crate) unsafe fn quantize<L: Lanes>(x: *const f32, n: usize, out: *mut i16) -> f32 {
+pub(crate) unsafe fn quantize<L: Lanes>(x: *const f32, n: usize, out: *mut i8) -> f32 {
     // SAFETY: same contract.
     unsafe {
         let zero = L::splat(0.0);
@@ -30,10 +32,10 @@ pub(crate) unsafe fn quantize<L: Lanes>(x: *const f32, n: usize, out: *mut i16) 
             let v = L::load(x.add(i));
             top = L::max(L::max(v, L::sub(zero, v)), top);
         }
-        let (factor, inverse) = factors(L::max_lane(top));
+        let (factor, inverse) = factors(L::max_lane(top), HALVES_MAX);
         let inverse = L::splat(inverse);
         for i in (0..n).step_by(LANES) {
-            L::store_i16(out.add(i), L::mul(L::load(x.add(i)), inverse));
+            L::store_halves(out.add(2 * i), L::mul(L::load(x.add(i)), inverse));
         }
         factor
     }

@@ -19,6 +19,11 @@ const F32_TOLERANCE: f32 = 5e-4;
 /// to be held against logits whose standard deviation is 5.
 const BF16_TOLERANCE: f32 = 0.2;
 
+/// The same with a decoder's 16-bit activations. At one position the error is whatever rounding
+/// makes of it: with five sizes of their step it is between 0.09 and 0.25 there, and below 0.1
+/// everywhere else. Twice the largest.
+const DECODER_TOLERANCE: f32 = 0.5;
+
 /// The same with bf16 products: weights and activations are rounded too. Twice the 0.27 measured.
 const BF16_PRODUCTS_TOLERANCE: f32 = 0.54;
 
@@ -95,11 +100,11 @@ fn bf16_logits_are_near_transformers() {
     check_logits(&model, KvDtype::Bf16, BF16_PRODUCTS_TOLERANCE);
 }
 
-/// Weights as they are in the file and 16-bit activations: no further off than exact products.
+/// Weights as they are in the file and 16-bit activations.
 #[test]
 fn a_decoders_logits_are_near_transformers() {
     let Some(model) = common::real_decoder() else { return };
-    check_logits(&model, KvDtype::Bf16, BF16_TOLERANCE);
+    check_logits(&model, KvDtype::Bf16, DECODER_TOLERANCE);
 }
 
 #[test]
