@@ -12,6 +12,7 @@ mod attended;
 
 use std::cell::RefCell;
 use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, Precision, TILE_ROWS};
 
@@ -160,6 +161,8 @@ pub struct Attention<'a> {
     /// Which of them are the same.
     shared: Vec<Range<usize>>,
     partials: Vec<f32>,
+    /// Partials that are there, `[job][kv head]`: whoever makes the last one merges them.
+    done: Vec<AtomicUsize>,
     out_rows: usize,
 }
 
@@ -230,6 +233,7 @@ impl<'a> Attention<'a> {
             members: Vec::new(),
             shared: Vec::new(),
             partials: Vec::new(),
+            done: Vec::new(),
             out_rows,
         };
         plan.cut();
@@ -254,6 +258,7 @@ impl<'a> Attention<'a> {
         let jobs = &self.jobs;
         self.rows.sort_by_key(|(j, rows)| std::cmp::Reverse(jobs[*j].positions[rows.first]));
         self.partials.resize(len, 0.0);
+        self.done.resize_with(self.jobs.len() * g.kv_heads, AtomicUsize::default);
         // Stable: a job's blocks stay in order, and so do jobs.
         let jobs = &self.jobs;
         let place = |m: &Member| jobs[m.job].place(m.block, m.job);
@@ -283,6 +288,7 @@ impl<'a> Attention<'a> {
             ActivationsMut::F32(out) => Out::F32(out.as_mut_ptr()),
             ActivationsMut::Bf16(out) => Out::Bf16(out.as_mut_ptr()),
         };
+        self.done.iter_mut().for_each(|done| *done.get_mut() = 0);
         let partials = self.partials.as_mut_ptr();
         let layer = Layer { plan: self, layer, input: &input, out, partials };
         // Blocks of one head after the other: they lie side by side.
@@ -293,10 +299,6 @@ impl<'a> Attention<'a> {
             Some(i) => layer.sequential(self.rows[i].0, self.rows[i].1),
             None => layer.shared_blocks(i * run..((i + 1) * run).min(blocks)),
         });
-        if blocks > 0 {
-            let heads = self.jobs.len() * g.kv_heads;
-            team::for_each(heads, |i| layer.merge_blocks(i / g.kv_heads, i % g.kv_heads));
-        }
     }
 
     /// Checks that what a layer reads is there.
@@ -505,7 +507,8 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         Partial::new(unsafe { std::slice::from_raw_parts_mut(self.partials.add(at), len) }, m)
     }
 
-    /// Partials of some blocks, counted head by head, for every job that sees them.
+    /// Partials of some blocks, counted head by head, for every job that sees them; and what is
+    /// complete with them.
     fn shared_blocks(&self, blocks: Range<usize>) {
         let count = self.plan.shared.len();
         for i in blocks.clone() {
@@ -513,7 +516,15 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
                 let first = self.members(n % count)[0];
                 self.block((first.job, first.block), n / count).k
             });
-            self.shared_block(i / count, i % count, next.unwrap_or(std::ptr::null()));
+            let (kv_head, shared) = (i / count, i % count);
+            self.shared_block(kv_head, shared, next.unwrap_or(std::ptr::null()));
+            for m in self.members(shared) {
+                let done = &self.plan.done[m.job * self.plan.g.kv_heads + kv_head];
+                // Others' partials are seen by whoever comes last.
+                if done.fetch_add(1, Ordering::AcqRel) + 1 == self.plan.jobs[m.job].blocks.len() {
+                    self.merge_blocks(m.job, kv_head);
+                }
+            }
         }
     }
 
@@ -562,7 +573,7 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         with_buffers(|b| {
             let mut total = empty_total(&mut b.total, rows.count * self.group(), g.dim);
             for block in 0..planned.blocks.len() {
-                // SAFETY: one task has this job and head; all blocks are done.
+                // SAFETY: one task is the last of this job and head; all blocks are done.
                 let partial = unsafe { self.partial(at, job, kv_head, block) };
                 // SAFETY: both are partials of as many rows of `dim`, a multiple of 32.
                 unsafe { merge(g.isa, &mut total, &partial) };

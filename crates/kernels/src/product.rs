@@ -213,8 +213,8 @@ unsafe impl Product for DotInt {
     }
 }
 
-/// Integers of 8 bits, those of A without a sign, as the instruction takes them. Sums are exact: the
-/// f32 that are made of them too, as long as they have 24 bits.
+/// Integers of 8 bits, those of A without a sign, as the instruction takes them. Sums are exact,
+/// and the f32 that are made of them too, as long as they have 24 bits.
 pub(crate) struct DotBytes;
 
 /// What bytes of a row stand for: `factor · (byte − zero)`.

@@ -104,11 +104,11 @@ pub fn poison(bytes: &mut [u8], layout: &KvLayout, keep: std::ops::Range<usize>)
 /// their average of values ≤ 1. The queries' rounding is in the reference too.
 ///
 /// int8: an element of `q · s` is off by half a step at most, and a step is 2/253 of the largest
-/// one at most, which is about √2 / √dim / 128. Over dim roundings, independent and uniform, times K
-/// of 73 on average (uniform in ±127), a score has a standard deviation of 73 · 2/253/√12 · √2/128
-/// = 1.8e-3. Two rows of equal weight and values ±1 make the most of it: an output is off by √2/2
-/// of that. A weight is off by 2⁻¹⁶ of the largest; 256 of them make √(256 / 3) · 2⁻¹⁶ = 1.4e-4 at
-/// worst. Four deviations of both are 5.3e-3.
+/// one at most, which is about √2 / √dim / 128. Over dim roundings, independent and uniform, times
+/// K of 73 on average (uniform in ±127), a score has a standard deviation of
+/// 73 · 2/253/√12 · √2/128 = 1.8e-3. Two rows of equal weight and values ±1 make the most of it:
+/// an output is off by √2/2 of that. A weight is off by 2⁻¹⁶ of the largest; 256 of them make
+/// √(256 / 3) · 2⁻¹⁶ = 1.4e-4 at worst. Four deviations of both are 5.3e-3.
 pub fn tolerance(precision: Precision, dtype: KvDtype) -> f64 {
     match (precision, dtype) {
         (Precision::Bf16, KvDtype::Bf16) => 1.0 / 256.0 + 1e-5,
