@@ -371,14 +371,27 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         self.plan.g.group()
     }
 
-    /// Appends the query rows of one KV head, `[row][head in group][dim]`, rotated for a segment.
-    fn gather(&self, job: usize, segment: usize, rows: Rows, out: &mut Vec<f32>) {
-        let g = self.plan.g;
-        let (width, run) = (g.heads * g.dim, g.group() * g.dim);
+    /// The query rows of one KV head, rotated for a segment, from where the first lies.
+    fn rotated(&self, job: usize, segment: usize, rows: Rows) -> &'i [f32] {
         let rotation = self.plan.jobs[job].segments[segment].rotation;
-        let queries = &(self.input)(job).queries[rotation];
-        for row in rows.first..rows.first + rows.count {
-            out.extend_from_slice(&queries[row * width + rows.kv_head * run..][..run]);
+        let first = rows.first * self.width() + rows.kv_head * self.run();
+        &(self.input)(job).queries[rotation][first..]
+    }
+
+    /// Elements of a query row, of all heads.
+    fn width(&self) -> usize {
+        self.plan.g.heads * self.plan.g.dim
+    }
+
+    /// Those of the heads that share a KV head.
+    fn run(&self) -> usize {
+        self.group() * self.plan.g.dim
+    }
+
+    /// Appends them, `[row][head in group][dim]`.
+    fn gather(&self, job: usize, segment: usize, rows: Rows, out: &mut Vec<f32>) {
+        for row in self.rotated(job, segment, rows).chunks(self.width()).take(rows.count) {
+            out.extend_from_slice(&row[..self.run()]);
         }
     }
 
@@ -432,14 +445,13 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         &self,
         at: (usize, usize),
         kv_head: usize,
-        (q, visible, scratch): (&[f32], &[usize], &mut Scratch),
+        (queries, scratch): (Queries<'_>, &mut Scratch),
         next: *const u8,
         partial: &mut Partial<'_>,
     ) {
         let (g, mut block) = (self.plan.g, self.block(at, kv_head));
-        block.ahead = visible.len() <= AHEAD_ROWS;
+        block.ahead = queries.visible.len() <= AHEAD_ROWS;
         block.next = next;
-        let queries = Queries { q, dim: g.dim, visible };
         // SAFETY: it has been checked that the segment's rows lie inside the section; blocks are
         // padded to whole tiles there; the section is borrowed, so nobody writes it.
         unsafe { attend_block(g.isa, g.precision, queries, block, scratch, partial) }
@@ -469,16 +481,12 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             let mut total = empty_total(&mut b.total, m, g.dim);
             b.partial.resize(Partial::len(m, g.dim), 0.0);
             let mut partial = Partial::new(&mut b.partial, m);
-            let mut last = usize::MAX;
             for (block, (segment, _)) in self.plan.jobs[job].blocks.iter().enumerate() {
-                if last != *segment {
-                    last = *segment;
-                    b.queries.clear();
-                    self.gather(job, last, rows, &mut b.queries);
-                }
                 b.visible.clear();
                 self.look(job, block, rows, &mut b.visible);
-                let memory = (&b.queries[..], &b.visible[..], &mut *b.scratch);
+                let q = self.rotated(job, *segment, rows);
+                let queries = Queries::new(q, (g.group(), g.dim), self.width(), &b.visible);
+                let memory = (queries, &mut *b.scratch);
                 let next = std::ptr::null();
                 self.block_partial((job, block), rows.kv_head, memory, next, &mut partial);
                 // SAFETY: both are partials of `m` rows of `dim`, a multiple of 32.
@@ -549,7 +557,8 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             let m = b.visible.len();
             b.partial.resize(Partial::len(m, g.dim), 0.0);
             let mut partial = Partial::new(&mut b.partial, m);
-            let memory = (&b.queries[..], &b.visible[..], &mut *b.scratch);
+            let queries = Queries::new(&b.queries, (g.group(), g.dim), self.run(), &b.visible);
+            let memory = (queries, &mut *b.scratch);
             self.block_partial((first.job, first.block), kv_head, memory, next, &mut partial);
             let mut row = 0;
             for m in members {

@@ -116,22 +116,51 @@ impl Default for Scratch {
     }
 }
 
-/// Query rows of one head: `[m][dim]`, rotated for the segment and scaled.
+/// Query rows of one KV head, rotated for the segment and scaled: `group` of `dim` side by side, as
+/// many as share the head.
 #[derive(Clone, Copy)]
 pub(crate) struct Queries<'a> {
     pub q: &'a [f32],
     pub dim: usize,
+    pub group: usize,
+    /// From one group to the next.
+    pub stride: usize,
+    /// The first of the rows, counted from where `q` begins.
+    first: usize,
     /// For each query row, rows of the block it may see: those below this.
     pub visible: &'a [usize],
 }
 
 impl<'a> Queries<'a> {
+    /// A row for each of `visible`, the first where `q` begins.
+    ///
+    /// # Panics
+    /// If `q` does not have them.
+    pub(crate) fn new(
+        q: &'a [f32],
+        (group, dim): (usize, usize),
+        stride: usize,
+        visible: &'a [usize],
+    ) -> Self {
+        let queries = Self { q, dim, group, stride, first: 0, visible };
+        let end = visible.len().checked_sub(1).map_or(0, |last| queries.place(last) + dim);
+        assert!(end <= q.len(), "query rows past the end");
+        queries
+    }
+
     pub(crate) fn rows(&self, first: usize, count: usize) -> Self {
-        Self {
-            q: &self.q[first * self.dim..(first + count) * self.dim],
-            dim: self.dim,
-            visible: &self.visible[first..first + count],
-        }
+        let visible = &self.visible[first..first + count];
+        Self { first: self.first + first, visible, ..*self }
+    }
+
+    fn place(&self, i: usize) -> usize {
+        let row = self.first + i;
+        row / self.group * self.stride + row % self.group * self.dim
+    }
+
+    /// The row's `dim` elements.
+    pub(crate) fn row(&self, i: usize) -> *const f32 {
+        self.q[self.place(i)..].as_ptr()
     }
 
     /// Some query row sees rows of the block below this, and none sees another.
@@ -147,7 +176,7 @@ dispatch! {
     /// `block.k` and `block.v` point to whole tiles covering `block.hi ≤ BLOCK_ROWS` rows of
     /// `queries.dim ≤ HEAD_DIM_MAX` dimensions (a multiple of 32), aligned to their element
     /// type, and the scales of int8 rows to every group and row below `block.hi`; nobody writes
-    /// them meanwhile. `queries.q` is `[visible.len()][dim]` and `partial` has that size.
+    /// them meanwhile. `partial` has room for the queries.
     pub(crate) unsafe fn attend_block => attend_block_body(
         precision: Precision,
         queries: Queries<'_>,

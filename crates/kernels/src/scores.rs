@@ -174,7 +174,7 @@ unsafe fn quantize_queries<L: Lanes>(
     for i in 0..queries.visible.len() {
         // SAFETY: row `i` of all of them has `dim` elements, a multiple of 16.
         unsafe {
-            let (from, scaled) = (queries.q.as_ptr().add(i * dim), scratch.queries.as_mut_ptr());
+            let (from, scaled) = (queries.row(i), scratch.queries.as_mut_ptr());
             let zero = L::splat(0.0);
             let (mut above, mut below) = (zero, zero);
             for d in (0..dim).step_by(LANES) {
@@ -232,10 +232,11 @@ unsafe fn place_queries<L: Lanes, T: Stored>(
 ) {
     let (m, dim) = (queries.visible.len(), queries.dim);
     for i in 0..m {
+        let from = queries.row(i);
         for d in (0..dim).step_by(LANES) {
             // SAFETY: row `i` of both has `dim` elements, a multiple of 16.
             unsafe {
-                let mut q = L::load(queries.q.as_ptr().add(i * dim + d));
+                let mut q = L::load(from.add(d));
                 if let Some(scales) = scales {
                     q = L::mul(q, L::load(scales.as_ptr().add(d)));
                 }

@@ -50,19 +50,14 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
         let (m, width) = (rows.count * self.group(), out.len());
         let mut scores = vec![0.0; m * width];
         let mut seen = vec![(0, 0); m * blocks.len()];
-        let (mut q, mut visible) = (Vec::new(), Vec::new());
+        let mut visible = Vec::new();
         let mut scratch = Box::<Scratch>::default();
-        let mut last = usize::MAX;
         for (b, (segment, _)) in blocks.iter().enumerate() {
-            if last != *segment {
-                last = *segment;
-                q.clear();
-                self.gather(0, last, rows, &mut q);
-            }
             visible.clear();
             self.look(0, b, rows, &mut visible);
             let block = self.block((0, b), rows.kv_head);
-            let queries = Queries { q: &q, dim: g.dim, visible: &visible };
+            let q = self.rotated(0, *segment, rows);
+            let queries = Queries::new(q, (g.group(), g.dim), self.width(), &visible);
             for first in (0..m).step_by(micro::ROWS) {
                 let count = micro::ROWS.min(m - first);
                 // SAFETY: it has been checked that the segment's rows lie inside the section;
