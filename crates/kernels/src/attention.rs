@@ -176,7 +176,8 @@ struct Layer<'a, I> {
     partials: *mut f32,
 }
 
-// SAFETY: `out` and `partials` are written through by tasks for disjoint rows and heads only.
+// SAFETY: `out` and `partials` are written through by tasks for disjoint rows and heads only;
+// partials of others are read by the task that finds in `done` that all of them are there.
 unsafe impl<I: Sync> Sync for Layer<'_, I> {}
 
 fn planned<'a>(g: &Geometry, job: AttentionJob<'a>, first_out: usize) -> Planned<'a> {

@@ -23,12 +23,12 @@ use crate::values::{pv, weighted_sum};
 pub(crate) const BLOCK_ROWS: usize = 256;
 /// What is asked for of the next block's K.
 const NEXT_BYTES: usize = 8192;
-/// Largest head dimension. Sums of 256 products of a 16-bit and an 8-bit integer fit 31 bits:
-/// `256 · 32,767 · 128 < 2³¹`, over dimensions as well as over the rows of a block.
+/// Largest head dimension. Sums over dimensions of products of bytes fit the 24 bits of an f32, sums
+/// over a block's rows of products of 16-bit weights and bytes fit 31 bits.
 pub const HEAD_DIM_MAX: usize = 256;
 /// Largest weight of 16 bits.
 const WEIGHT_MAX: f32 = 32_767.0;
-const _: () = assert!(HEAD_DIM_MAX * 32_767 * 128 < 1 << 31 && BLOCK_ROWS * 32_767 * 128 < 1 << 31);
+const _: () = assert!(HEAD_DIM_MAX * 255 * 128 < 1 << 24 && BLOCK_ROWS * 32_767 * 128 < 1 << 31);
 
 /// One block of one head.
 #[derive(Clone, Copy)]

@@ -16,7 +16,7 @@ pub(crate) enum Kind {
     Avx2,
     /// AVX-512 F, BW, DQ, VL.
     Avx512,
-    /// The same with BF16 and VNNI: dot products of 16-bit pairs.
+    /// The same with BF16 and VNNI: dot products of pairs of 16 bits and of four bytes.
     Avx512Dot,
 }
 

@@ -1,4 +1,4 @@
-//! How an operand of f32 or 16-bit elements is multiplied with a packed one.
+//! How an operand of f32, 16-bit elements or bytes is multiplied with a packed one.
 //!
 //! A packed operand stores, for each pair of consecutive k indexes, sixteen columns: bf16 and
 //! int8 as `[16][2]`, f32 as `[2][16]`. All take 32 elements a pair, and some are multiplied two

@@ -3,7 +3,7 @@
 //! With few rows a product costs what its weights take to be read, so they stay as small as they
 //! are in the file, and exact. Rows are quantized to 16 bits in blocks of 32 with a scale each, and
 //! multiplied as high and low bytes: products and their sums over a block are exact integers, and
-//! what rounding adds is 2⁻¹⁶ of a block's largest value.
+//! what rounding adds is 1/65,278 of a block's largest value.
 
 use half::f16;
 

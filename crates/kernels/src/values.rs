@@ -74,8 +74,7 @@ unsafe fn copy_row<E: Elem>(
 /// pairs, and weights come with what makes values of their sums.
 ///
 /// # Safety
-/// As for [`weighted_sum`] over the given pairs; there is a factor for each query row if `P` is
-/// scaled.
+/// As for [`weighted_sum`] over the given pairs; there is a `P::Row` for each query row.
 #[inline(always)]
 pub(crate) unsafe fn pv<L: Lanes, P: Product>(
     queries: Queries<'_>,

@@ -19,10 +19,10 @@ const F32_TOLERANCE: f32 = 5e-4;
 /// to be held against logits whose standard deviation is 5.
 const BF16_TOLERANCE: f32 = 0.2;
 
-/// The same with a decoder's 16-bit activations. At one position the error is whatever rounding
+/// A prompt and position where the error of a decoder's 16-bit activations is whatever rounding
 /// makes of it: with five sizes of their step it is between 0.09 and 0.25 there, and below 0.1
-/// everywhere else. Twice the largest.
-const DECODER_TOLERANCE: f32 = 0.5;
+/// everywhere else. The tolerance is twice the largest.
+const CHAOTIC: (&str, usize, f32) = ("chat", 20, 0.5);
 
 /// The same with bf16 products: weights and activations are rounded too. Twice the 0.27 measured.
 const BF16_PRODUCTS_TOLERANCE: f32 = 0.54;
@@ -61,7 +61,7 @@ fn error(logits: &[f32], at: &Value, probe_ids: &[u32]) -> f32 {
     errors.fold(sum, |worst, e| if e > worst || e.is_nan() { e } else { worst })
 }
 
-fn check_logits(model: &LanguageModel, dtype: KvDtype, tolerance: f32) {
+fn check_logits(model: &LanguageModel, dtype: KvDtype, tolerance: impl Fn(&str, usize) -> f32) {
     let golden = fixture("smollm2_logits.json");
     assert_eq!(golden["model_sha256"].as_str().unwrap(), model.digest().to_string());
     let probe_ids = ids(&golden["probe_ids"]);
@@ -76,7 +76,8 @@ fn check_logits(model: &LanguageModel, dtype: KvDtype, tolerance: f32) {
             for per_call in [end, CHUNK_ROWS] {
                 let (_, logits) = prefill(model, &tokens[..end], dtype, per_call, 0);
                 let e = error(&logits, at, &probe_ids);
-                let name = &prompt["name"];
+                let name = prompt["name"].as_str().unwrap();
+                let tolerance = tolerance(name, end);
                 assert!(e <= tolerance, "{name} row {end}, {per_call} a call, {dtype:?}: {e}");
                 worst = worst.max(e);
                 compared += 1;
@@ -90,21 +91,24 @@ fn check_logits(model: &LanguageModel, dtype: KvDtype, tolerance: f32) {
 #[test]
 fn logits_match_transformers() {
     let Some(model) = common::real_in(Precision::Exact) else { return };
-    check_logits(&model, KvDtype::F32, F32_TOLERANCE);
-    check_logits(&model, KvDtype::Bf16, BF16_TOLERANCE);
+    check_logits(&model, KvDtype::F32, |_, _| F32_TOLERANCE);
+    check_logits(&model, KvDtype::Bf16, |_, _| BF16_TOLERANCE);
 }
 
 #[test]
 fn bf16_logits_are_near_transformers() {
     let Some(model) = common::real_in(Precision::Bf16) else { return };
-    check_logits(&model, KvDtype::Bf16, BF16_PRODUCTS_TOLERANCE);
+    check_logits(&model, KvDtype::Bf16, |_, _| BF16_PRODUCTS_TOLERANCE);
 }
 
 /// Weights as they are in the file and 16-bit activations.
 #[test]
 fn a_decoders_logits_are_near_transformers() {
     let Some(model) = common::real_decoder() else { return };
-    check_logits(&model, KvDtype::Bf16, DECODER_TOLERANCE);
+    let chaotic = |name: &str, end: usize| (name, end) == (CHAOTIC.0, CHAOTIC.1);
+    check_logits(&model, KvDtype::Bf16, |name, end| {
+        if chaotic(name, end) { CHAOTIC.2 } else { BF16_TOLERANCE }
+    });
 }
 
 #[test]

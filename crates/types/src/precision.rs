@@ -11,7 +11,8 @@ use crate::encoding::{ParseEncodingError, by_name};
 pub enum Precision {
     /// f32 operands: exact to the model's own quantization.
     Exact,
-    /// bf16 operands, and 16-bit integers against int8 rows: twice the peak, half the bytes.
+    /// bf16 operands; against int8 rows queries are bytes and weights 16-bit integers. Twice the
+    /// peak, half the bytes.
     #[default]
     Bf16,
 }
