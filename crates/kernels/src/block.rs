@@ -23,8 +23,8 @@ use crate::values::{pv, weighted_sum};
 pub(crate) const BLOCK_ROWS: usize = 256;
 /// What is asked for of the next block's K.
 const NEXT_BYTES: usize = 8192;
-/// Largest head dimension. Sums over dimensions of products of bytes fit the 24 bits of an f32, sums
-/// over a block's rows of products of 16-bit weights and bytes fit 31 bits.
+/// Largest head dimension. Sums over dimensions of products of bytes fit the 24 bits of an f32,
+/// sums over a block's rows of products of 16-bit weights and bytes fit 31 bits.
 pub const HEAD_DIM_MAX: usize = 256;
 /// Largest weight of 16 bits.
 const WEIGHT_MAX: f32 = 32_767.0;

@@ -5,7 +5,8 @@ use std::arch::x86_64::*;
 
 use crate::lanes::Lanes;
 
-/// AVX-512 F, BW, DQ, VL; with `DOT` also BF16 and VNNI, which multiply two pairs or four bytes at once.
+/// AVX-512 F, BW, DQ, VL; with `DOT` also BF16 and VNNI, which multiply two pairs or four bytes at
+/// once.
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512<const DOT: bool>;
 

@@ -27,6 +27,11 @@ const SCALE_BYTES: usize = 2 * TILE;
 const AHEAD_BYTES: usize = 2560;
 /// Four times 128.
 const OFFSETS: u32 = 0x8080_8080;
+/// What the last task of each thread asks for of what follows a matrix: in a packed file that is
+/// what is multiplied next, and memory is idle from one product to another.
+const NEXT_BYTES: usize = 64 << 10;
+/// Up to this many rows a product waits for memory.
+const NEXT_ROWS: usize = 4;
 /// Bytes of weights one task reads at most: threads that are late leave less to wait for.
 const TASK_BYTES: usize = 256 << 10;
 
@@ -275,9 +280,12 @@ struct Task<'a> {
     tiles: usize,
     c: *mut f32,
     accumulate: bool,
+    /// What is asked for when it is done.
+    next: *const u8,
 }
 
-// SAFETY: `data` is read only; `c` is written through by tasks for disjoint columns only.
+// SAFETY: `data` is read only, `next` not even that; `c` is written through by tasks for disjoint
+// columns only.
 unsafe impl Send for Task<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Task<'_> {}
@@ -396,6 +404,9 @@ unsafe fn run_body<L: Lanes>(t: &Task<'_>) {
             all_rows::<L, false>(t);
         }
     }
+    if !t.next.is_null() {
+        ahead(To::L2, t.next, NEXT_BYTES);
+    }
 }
 
 #[inline(always)]
@@ -456,11 +467,17 @@ fn product(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32], accumulate: 
     let rounds = (tiles * tile_bytes).div_ceil(threads * TASK_BYTES).max(1);
     let per_task = tiles.div_ceil(threads * rounds).next_multiple_of(2);
     let (c, data) = (c.as_mut_ptr(), w.data.as_ptr());
-    let tasks: Vec<Task<'_>> = (0..tiles)
-        .step_by(per_task)
-        .map(|first| {
+    let count = tiles.div_ceil(per_task);
+    let tasks: Vec<Task<'_>> = (0..count)
+        .map(|i| {
+            let (first, mut next) = (i * per_task, std::ptr::null());
+            if let Some(piece) = (i + threads).checked_sub(count)
+                && a.rows() <= NEXT_ROWS
+            {
+                next = w.data.as_ptr_range().end.wrapping_add(piece * NEXT_BYTES);
+            }
             let tiles = per_task.min(tiles - first);
-            Task { rows: a, w, data, first, tiles, c, accumulate }
+            Task { rows: a, w, data, first, tiles, c, accumulate, next }
         })
         .collect();
     // SAFETY: tasks cover disjoint columns of C, all inside the checked slice.

@@ -103,8 +103,9 @@ pub(crate) unsafe fn scaled_scores<L: Lanes>(
 }
 
 /// The same in bytes. A query row has one factor for the block, in which its products with the
-/// block's largest scales, and 0, reach from 1 to 255 when what stands for 0 is added; a group's `q · s` is
-/// such a product, in 16 bits, times the group's share of the largest scale, rounded to 8 bits.
+/// block's largest scales, and 0, reach from 1 to 255 when what stands for 0 is added; a group's
+/// `q · s` is such a product, in 16 bits, times the group's share of the largest scale, rounded to
+/// 8 bits.
 ///
 /// # Safety
 /// As for [`scaled_scores`]; every group with a row below `block.hi` has scales.
@@ -157,8 +158,8 @@ pub(crate) unsafe fn quantized_scores<L: Lanes>(
 const SHARE_MAX: f32 = 32_767.0;
 /// Parts of a byte's step that the products in 16 bits have.
 const PART: i16 = 128;
-/// Steps between the smallest product and the largest, 0 among them: two less than there are, for what rounding
-/// adds to both ends.
+/// Steps between the smallest product and the largest, 0 among them: two less than there are, for
+/// what rounding adds to both ends.
 const STEPS: f32 = 253.0;
 /// Rows that reach less far become zeros: any number of steps divided by it is still finite.
 const REACH_MIN: f32 = 1e-30;
