@@ -1,9 +1,9 @@
 //! A fixed team of threads that work through regions of tasks, one region after another.
 //!
 //! A decoded token is some hundred and fifty regions of a few microseconds each, so what a region
-//! costs beside its tasks decides. Between regions the members look at one word for a moment before they
-//! sleep; a task is claimed by one compare-and-swap on that word; and a region ends when its tasks
-//! are done, whoever has done them: a member that the kernel keeps off its core delays nobody
+//! costs beside its tasks decides. Between regions the members look at one word for a moment before
+//! they sleep; a task is claimed by one compare-and-swap on that word; and a region ends when its
+//! tasks are done, whoever has done them: a member that the kernel keeps off its core delays nobody
 //! unless it has claimed a task. Idle members sleep.
 //!
 //! Which member runs a task must not matter to its result. A task that calls [`for_each`] itself
