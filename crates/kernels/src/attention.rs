@@ -121,7 +121,7 @@ struct Planned<'a> {
     /// Segment and first row of each block.
     blocks: Vec<(usize, usize)>,
     /// Of a job that is split over context: where its partials begin, `[kv head][block]`.
-    partials: Option<usize>,
+    partials: usize,
 }
 
 /// A block of a job.
@@ -196,7 +196,7 @@ fn planned<'a>(g: &Geometry, job: AttentionJob<'a>, first_out: usize) -> Planned
         blocks.extend((start..end).step_by(BLOCK_ROWS).map(|row| (i, row)));
     }
     let AttentionJob { segments, positions } = job;
-    Planned { segments, positions, first_out, blocks, partials: None }
+    Planned { segments, positions, first_out, blocks, partials: 0 }
 }
 
 fn check_section(section: &[u8], bytes: usize) {
@@ -247,7 +247,7 @@ impl<'a> Attention<'a> {
         for (j, job) in self.jobs.iter_mut().enumerate() {
             let rows = job.positions.len();
             if rows <= SPLIT_CONTEXT_ROWS && job.blocks.len() > 1 {
-                job.partials = Some(len);
+                job.partials = len;
                 let partial = Partial::len(rows * g.group(), g.dim);
                 len += g.kv_heads * job.blocks.len() * partial;
                 self.members.extend((0..job.blocks.len()).map(|block| Member { job: j, block }));
@@ -506,11 +506,11 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
     ///
     /// # Safety
     /// Nobody else uses this block's partial meanwhile.
-    unsafe fn partial(&self, at: usize, job: usize, kv_head: usize, block: usize) -> Partial<'_> {
+    unsafe fn partial(&self, job: usize, kv_head: usize, block: usize) -> Partial<'_> {
         let (g, job) = (self.plan.g, &self.plan.jobs[job]);
         let m = job.positions.len() * g.group();
         let len = Partial::len(m, g.dim);
-        let at = at + (kv_head * job.blocks.len() + block) * len;
+        let at = job.partials + (kv_head * job.blocks.len() + block) * len;
         // SAFETY: `cut` has made room for the partials of every block and head; the caller's
         // contract keeps them apart.
         Partial::new(unsafe { std::slice::from_raw_parts_mut(self.partials.add(at), len) }, m)
@@ -563,9 +563,8 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
             self.block_partial((first.job, first.block), kv_head, memory, next, &mut partial);
             let mut row = 0;
             for m in members {
-                let Some(at) = self.plan.jobs[m.job].partials else { continue };
                 // SAFETY: one task has this block of this head.
-                let part = unsafe { self.partial(at, m.job, kv_head, m.block) };
+                let part = unsafe { self.partial(m.job, kv_head, m.block) };
                 let rows = row..row + part.max.len();
                 part.out.copy_from_slice(&partial.out[rows.start * g.dim..rows.end * g.dim]);
                 part.max.copy_from_slice(&partial.max[rows.clone()]);
@@ -578,13 +577,12 @@ impl<'i, I: Fn(usize) -> LayerInput<'i>> Layer<'_, I> {
     /// Merges the partials of a job that is split over context.
     fn merge_blocks(&self, job: usize, kv_head: usize) {
         let (g, planned) = (self.plan.g, &self.plan.jobs[job]);
-        let Some(at) = planned.partials else { return };
         let rows = self.all_rows(job, kv_head);
         with_buffers(|b| {
             let mut total = empty_total(&mut b.total, rows.count * self.group(), g.dim);
             for block in 0..planned.blocks.len() {
                 // SAFETY: one task is the last of this job and head; all blocks are done.
-                let partial = unsafe { self.partial(at, job, kv_head, block) };
+                let partial = unsafe { self.partial(job, kv_head, block) };
                 // SAFETY: both are partials of as many rows of `dim`, a multiple of 32.
                 unsafe { merge(g.isa, &mut total, &partial) };
             }

@@ -120,11 +120,11 @@ impl Default for Scratch {
 /// many as share the head.
 #[derive(Clone, Copy)]
 pub(crate) struct Queries<'a> {
-    pub q: &'a [f32],
+    q: &'a [f32],
     pub dim: usize,
-    pub group: usize,
+    group: usize,
     /// From one group to the next.
-    pub stride: usize,
+    stride: usize,
     /// The first of the rows, counted from where `q` begins.
     first: usize,
     /// For each query row, rows of the block it may see: those below this.

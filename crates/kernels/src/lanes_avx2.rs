@@ -9,6 +9,16 @@ use crate::lanes::{LANES, Lanes};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
+/// Thirty-two-bit integers as words, in their order.
+///
+/// # Safety
+/// The CPU has AVX2.
+#[inline(always)]
+unsafe fn words(x: [__m256i; 2]) -> __m256i {
+    // SAFETY: the caller's contract.
+    unsafe { _mm256_permute4x64_epi64::<0b11_01_10_00>(_mm256_packs_epi32(x[0], x[1])) }
+}
+
 // SAFETY: every method is a few AVX2 or FMA instructions; callers hold the trait's contract.
 #[expect(clippy::undocumented_unsafe_blocks, reason = "the trait's contract covers each line")]
 unsafe impl Lanes for Avx2 {
@@ -221,8 +231,7 @@ unsafe impl Lanes for Avx2 {
     unsafe fn store_i16(p: *mut i16, v: Self::V) {
         unsafe {
             let whole = v.map(|half| _mm256_cvtps_epi32(half));
-            let packed = _mm256_packs_epi32(whole[0], whole[1]);
-            _mm256_storeu_si256(p.cast(), _mm256_permute4x64_epi64::<0b11_01_10_00>(packed));
+            _mm256_storeu_si256(p.cast(), words(whole));
         }
     }
     #[inline(always)]
@@ -234,8 +243,7 @@ unsafe impl Lanes for Avx2 {
             let up = _mm256_set1_epi32(128);
             let high = whole.map(|w| _mm256_srai_epi32::<8>(_mm256_add_epi32(w, up)));
             let bytes = |x: [__m256i; 2]| {
-                let words = _mm256_packs_epi32(x[0], x[1]);
-                let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+                let words = words(x);
                 let upper = _mm256_extracti128_si256::<1>(words);
                 _mm_packs_epi16(_mm256_castsi256_si128(words), upper)
             };

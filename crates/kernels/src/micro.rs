@@ -55,7 +55,7 @@ unsafe fn tile<L: Lanes, P: Product, const MR: usize, const NR: usize>(
     unsafe {
         let (a, c) = (o.a.add(first * s.a), o.c.add(first * s.c));
         let mut sums = [[P::zero::<L>(); NR]; MR];
-        let mut columns = [P::no_columns::<L>(); NR];
+        let mut columns = [P::zero::<L>(); NR];
         for p in 0..o.steps {
             let b: [_; NR] =
                 std::array::from_fn(|j| P::load::<L>(o.b.add(p * s.step + j * s.tile)));

@@ -33,7 +33,7 @@ unsafe fn chains_body<L: Lanes, P: Product<Row = ()>>(run: &mut Run<P>) {
         }
         let total = sums
             .into_iter()
-            .fold(L::splat(0.0), |t, s| L::add(t, P::finish::<L>(s, P::no_columns::<L>(), ())));
+            .fold(L::splat(0.0), |t, s| L::add(t, P::finish::<L>(s, P::zero::<L>(), ())));
         L::store(run.out.as_mut_ptr(), total);
     }
 }

@@ -73,25 +73,22 @@ pub(crate) unsafe trait Product: 'static {
     type Sum<L: Lanes>: Copy;
     /// What a step takes of B.
     type Pair<L: Lanes>: Copy;
-    /// What is summed up of columns alone, for all rows.
-    type Columns<L: Lanes>: Copy;
     /// What makes values of a row's sums.
     type Row: Copy + Send + Sync + 'static;
 
     unsafe fn zero<L: Lanes>() -> Self::Sum<L>;
-    unsafe fn no_columns<L: Lanes>() -> Self::Columns<L>;
-    unsafe fn add_columns<L: Lanes>(sum: Self::Columns<L>, b: Self::Pair<L>) -> Self::Columns<L>;
+    /// Adds up columns alone, for all rows, where [`Self::finish`] needs that.
+    #[inline(always)]
+    unsafe fn add_columns<L: Lanes>(sum: Self::Sum<L>, _: Self::Pair<L>) -> Self::Sum<L> {
+        sum
+    }
     unsafe fn load<L: Lanes>(b: *const Self::B) -> Self::Pair<L>;
     unsafe fn step<L: Lanes>(
         sum: Self::Sum<L>,
         a: *const Self::A,
         b: Self::Pair<L>,
     ) -> Self::Sum<L>;
-    unsafe fn finish<L: Lanes>(
-        sum: Self::Sum<L>,
-        columns: Self::Columns<L>,
-        row: Self::Row,
-    ) -> L::V;
+    unsafe fn finish<L: Lanes>(sum: Self::Sum<L>, columns: Self::Sum<L>, row: Self::Row) -> L::V;
 }
 
 /// Of products whose sums are values: nothing is read through it.
@@ -106,7 +103,6 @@ unsafe impl<E: Elem> Product for Exact<E> {
     type B = E;
     type Sum<L: Lanes> = L::V;
     type Pair<L: Lanes> = (L::V, L::V);
-    type Columns<L: Lanes> = ();
     type Row = ();
 
     #[inline(always)]
@@ -128,11 +124,7 @@ unsafe impl<E: Elem> Product for Exact<E> {
         }
     }
     #[inline(always)]
-    unsafe fn no_columns<L: Lanes>() {}
-    #[inline(always)]
-    unsafe fn add_columns<L: Lanes>((): (), _: Self::Pair<L>) {}
-    #[inline(always)]
-    unsafe fn finish<L: Lanes>(sum: L::V, (): (), (): ()) -> L::V {
+    unsafe fn finish<L: Lanes>(sum: L::V, _: L::V, (): ()) -> L::V {
         sum
     }
 }
@@ -146,7 +138,6 @@ unsafe impl Product for DotBf16 {
     type B = u16;
     type Sum<L: Lanes> = L::V;
     type Pair<L: Lanes> = L::Bf16Pairs;
-    type Columns<L: Lanes> = ();
     type Row = ();
 
     #[inline(always)]
@@ -165,11 +156,7 @@ unsafe impl Product for DotBf16 {
         unsafe { L::dot_bf16(sum, a.cast::<u32>().read_unaligned(), b) }
     }
     #[inline(always)]
-    unsafe fn no_columns<L: Lanes>() {}
-    #[inline(always)]
-    unsafe fn add_columns<L: Lanes>((): (), _: Self::Pair<L>) {}
-    #[inline(always)]
-    unsafe fn finish<L: Lanes>(sum: L::V, (): (), (): ()) -> L::V {
+    unsafe fn finish<L: Lanes>(sum: L::V, _: L::V, (): ()) -> L::V {
         sum
     }
 }
@@ -183,7 +170,6 @@ unsafe impl Product for DotInt {
     type B = i8;
     type Sum<L: Lanes> = L::I;
     type Pair<L: Lanes> = L::I16Pairs;
-    type Columns<L: Lanes> = ();
     /// What integers are multiplied with.
     type Row = f32;
 
@@ -203,11 +189,7 @@ unsafe impl Product for DotInt {
         unsafe { L::dot_i16(sum, a.cast::<u32>().read_unaligned(), b) }
     }
     #[inline(always)]
-    unsafe fn no_columns<L: Lanes>() {}
-    #[inline(always)]
-    unsafe fn add_columns<L: Lanes>((): (), _: Self::Pair<L>) {}
-    #[inline(always)]
-    unsafe fn finish<L: Lanes>(sum: L::I, (): (), factor: f32) -> L::V {
+    unsafe fn finish<L: Lanes>(sum: L::I, _: L::I, factor: f32) -> L::V {
         // SAFETY: as above.
         unsafe { L::mul(L::from_i(sum), L::splat(factor)) }
     }
@@ -234,16 +216,10 @@ unsafe impl Product for DotBytes {
     const STEP: usize = 4;
     type Sum<L: Lanes> = L::I;
     type Pair<L: Lanes> = L::I8Quads;
-    type Columns<L: Lanes> = L::I;
     type Row = Affine;
 
     #[inline(always)]
     unsafe fn zero<L: Lanes>() -> L::I {
-        // SAFETY: as above.
-        unsafe { L::zero_i() }
-    }
-    #[inline(always)]
-    unsafe fn no_columns<L: Lanes>() -> L::I {
         // SAFETY: as above.
         unsafe { L::zero_i() }
     }

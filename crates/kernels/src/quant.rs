@@ -471,7 +471,7 @@ fn product(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32], accumulate: 
     let tasks: Vec<Task<'_>> = (0..count)
         .map(|i| {
             let (first, mut next) = (i * per_task, std::ptr::null());
-            if let Some(piece) = (i + threads).checked_sub(count)
+            if let Some(piece) = i.checked_sub(count.saturating_sub(threads))
                 && a.rows() <= NEXT_ROWS
             {
                 next = w.data.as_ptr_range().end.wrapping_add(piece * NEXT_BYTES);

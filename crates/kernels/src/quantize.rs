@@ -2,12 +2,12 @@
 
 use crate::lanes::{LANES, Lanes};
 
-/// Values whose largest magnitude is below this become zeros: any largest integer divided by it is
+/// Values that reach less far become zeros: any largest integer divided by it is
 /// still finite.
 const AMAX_MIN: f32 = 1e-30;
 
-/// What integers up to `max` are multiplied with, and what makes integers of values whose largest
-/// magnitude is `top`.
+/// What integers up to `max` are multiplied with, and what makes integers of values that reach as
+/// far as `top`.
 #[inline(always)]
 pub(crate) fn factors(top: f32, max: f32) -> (f32, f32) {
     if top < AMAX_MIN { (0.0, 0.0) } else { (top / max, max / top) }

@@ -10,6 +10,7 @@ use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Queries, Scratch};
 use crate::lanes::{LANES, Lanes};
 use crate::micro::{self, Operands, Strides};
 use crate::product::{Affine, DotBytes, Exact, NO_ROWS, Product};
+use crate::quantize::factors;
 
 /// How far ahead of the one that is multiplied a tile is asked for.
 const TILES_AHEAD: usize = 2;
@@ -161,8 +162,6 @@ const PART: i16 = 128;
 /// Steps between the smallest product and the largest, 0 among them: two less than there are, for
 /// what rounding adds to both ends.
 const STEPS: f32 = 253.0;
-/// Rows that reach less far become zeros: any number of steps divided by it is still finite.
-const REACH_MIN: f32 = 1e-30;
 
 /// Queries times the largest scales, as integers, and what their bytes stand for.
 #[inline(always)]
@@ -185,15 +184,14 @@ unsafe fn quantize_queries<L: Lanes>(
                 L::store(scaled.add(d), v);
             }
             let (above, below) = (L::max_lane(above), L::max_lane(below));
-            let reach = above + below;
-            let steps = if reach < REACH_MIN { 0.0 } else { STEPS / reach };
+            let (factor, steps) = factors(above + below, STEPS);
             let to = scratch.queries_int.as_mut_ptr().add(i * HEAD_DIM_MAX);
             for d in (0..dim).step_by(LANES) {
                 let v = L::mul(L::load(scaled.add(d)), L::splat(steps * f32::from(PART)));
                 L::store_i16(to.add(d), v);
             }
             scratch.affine[i] = Affine {
-                factor: reach / STEPS * (32_768.0 / SHARE_MAX),
+                factor: factor * (32_768.0 / SHARE_MAX),
                 zero: 1.0 + (below * steps).round_ties_even(),
             };
         }
