@@ -9,7 +9,7 @@
 
 use matkv_types::{KvDtype, Precision};
 
-use crate::ahead::{To, ahead};
+use crate::ahead::ahead;
 use crate::isa::dispatch;
 use crate::lanes::{LANES, Lanes};
 use crate::micro;
@@ -17,11 +17,12 @@ use crate::product::{Affine, DotBf16, DotInt, Exact};
 use crate::quantize::factors;
 use crate::scores::{plain_scores, quantized_scores, scaled_scores};
 use crate::softmax::softmax;
-use crate::values::{pv, weighted_sum};
+use crate::values::{next_keys, pv, weighted_sum};
 
 /// KV rows of a block: 256 bf16 rows of 64 dimensions are 32 KiB of K and of V.
 pub(crate) const BLOCK_ROWS: usize = 256;
-/// What is asked for of the next block's K.
+/// What is asked for of the next block's K while softmax leaves memory idle; the rest comes with
+/// the weighted sum.
 const NEXT_BYTES: usize = 8192;
 /// Largest head dimension. Sums over dimensions of products of bytes fit the 24 bits of an f32,
 /// sums over a block's rows of products of 16-bit weights and bytes fit 31 bits.
@@ -266,7 +267,7 @@ unsafe fn few_rows<L: Lanes>(
     unsafe {
         block_scores::<L>(precision, queries, block, hi, scratch);
         if block.ahead && !block.next.is_null() {
-            ahead(To::L2, block.next, NEXT_BYTES);
+            ahead(block.next, NEXT_BYTES);
         }
         match (block.dtype, precision) {
             (KvDtype::F32, _) => {
@@ -286,7 +287,8 @@ unsafe fn few_rows<L: Lanes>(
                 let pairs = block.lo / 2..hi.div_ceil(2);
                 let v = block.v.cast::<i8>().add(pairs.start * 2 * queries.dim);
                 let weights = (codes.cast_const(), scratch.factors.as_ptr());
-                pv::<L, DotInt>(queries, v, pairs, weights, false, partial);
+                let next = next_keys(block);
+                pv::<L, DotInt>(queries, v, pairs, weights, (false, next), partial);
             }
             (_, Precision::Exact) => {
                 softmax::<L, f32>(queries, seen, None, in_place, in_place, partial);

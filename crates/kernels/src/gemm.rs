@@ -3,7 +3,7 @@
 use crate::activations::{Activations, ActivationsMut, Stored};
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
-use crate::micro::{self, Operands, Strides};
+use crate::micro::{self, Nothing, Operands, Strides};
 use crate::packed::{PANEL, Packed, PackedMatrix};
 use crate::pointwise::silu_mul;
 use crate::product::{DotBf16, Exact, NO_ROWS, Product};
@@ -47,11 +47,12 @@ unsafe fn run_body<L: Lanes, P: Product<Row = ()>>(t: &Task<P>) {
                 strides: Strides { a: t.k, step: 2 * PANEL, tile: PANEL, c: t.ldc },
                 accumulate: t.accumulate,
                 rows: NO_ROWS,
+                ahead: std::ptr::null(),
             };
             if t.columns - column > LANES {
-                micro::rows::<L, P, 2>(&operands);
+                micro::rows::<L, P, Nothing, 2>(&operands);
             } else {
-                micro::rows::<L, P, 1>(&operands);
+                micro::rows::<L, P, Nothing, 1>(&operands);
             }
         }
     }

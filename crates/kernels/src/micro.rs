@@ -4,6 +4,7 @@
 //! element of C is one accumulator that takes k in order, so its bits do not depend on how rows
 //! are grouped.
 
+use crate::ahead::ahead;
 use crate::lanes::{LANES, Lanes};
 use crate::product::Product;
 
@@ -42,11 +43,29 @@ pub(crate) struct Operands<P: Product> {
     pub accumulate: bool,
     /// What makes values of each row's sums.
     pub rows: *const P::Row,
+    /// What is asked for meanwhile, if anything is.
+    pub ahead: *const u8,
+}
+
+/// What is asked for while a product is computed: little with every step, so that memory and
+/// arithmetic have something to do at the same time. A burst of as many would hold up both.
+pub(crate) trait Meanwhile {
+    /// Cache lines with every step.
+    fn lines<P: Product>() -> usize;
+}
+
+/// Nothing is.
+pub(crate) struct Nothing;
+
+impl Meanwhile for Nothing {
+    fn lines<P: Product>() -> usize {
+        0
+    }
 }
 
 /// `MR` rows, from row `first` on, by `NR` tiles of sixteen columns.
 #[inline(always)]
-unsafe fn tile<L: Lanes, P: Product, const MR: usize, const NR: usize>(
+unsafe fn tile<L: Lanes, P: Product, W: Meanwhile, const MR: usize, const NR: usize>(
     o: &Operands<P>,
     first: usize,
 ) {
@@ -57,6 +76,8 @@ unsafe fn tile<L: Lanes, P: Product, const MR: usize, const NR: usize>(
         let mut sums = [[P::zero::<L>(); NR]; MR];
         let mut columns = [P::zero::<L>(); NR];
         for p in 0..o.steps {
+            let lines = W::lines::<P>();
+            ahead(o.ahead.wrapping_add(p * lines * 64), lines * 64);
             let b: [_; NR] =
                 std::array::from_fn(|j| P::load::<L>(o.b.add(p * s.step + j * s.tile)));
             columns = std::array::from_fn(|j| P::add_columns::<L>(columns[j], b[j]));
@@ -88,13 +109,13 @@ unsafe fn tile<L: Lanes, P: Product, const MR: usize, const NR: usize>(
 /// The operands have the sizes [`Operands`] gives, at the given strides; C is readable too when
 /// `accumulate`, and overlaps neither A nor B; the CPU has the features of `L`.
 #[inline(always)]
-pub(crate) unsafe fn rows<L: Lanes, P: Product, const NR: usize>(o: &Operands<P>) {
+pub(crate) unsafe fn rows<L: Lanes, P: Product, W: Meanwhile, const NR: usize>(o: &Operands<P>) {
     let mut i = 0;
     macro_rules! groups_of {
         ($mr:expr) => {
             while $mr <= L::ROWS && $mr <= ROWS_NARROW * NR * NR && o.m - i >= $mr {
                 // SAFETY: rows `i..i + $mr` exist; the rest is this function's contract.
-                unsafe { tile::<L, P, { $mr }, NR>(o, i) };
+                unsafe { tile::<L, P, W, { $mr }, NR>(o, i) };
                 i += $mr;
             }
         };

@@ -7,7 +7,7 @@
 
 use half::f16;
 
-use crate::ahead::{To, ahead};
+use crate::ahead::ahead;
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
 use crate::pointwise::silu_mul;
@@ -23,15 +23,10 @@ const TILE: usize = LANES;
 const ROWS: usize = 8;
 /// Scales, and minimums, of one block of a tile.
 const SCALE_BYTES: usize = 2 * TILE;
-/// How far ahead of those that are multiplied weights are asked for.
-const AHEAD_BYTES: usize = 2560;
+/// How many blocks ahead of those that are multiplied weights are asked for.
+const AHEAD_BLOCKS: usize = 16;
 /// Four times 128.
 const OFFSETS: u32 = 0x8080_8080;
-/// What the last task of each thread asks for of what follows a matrix: in a packed file that is
-/// what is multiplied next, and memory is idle from one product to another.
-const NEXT_BYTES: usize = 64 << 10;
-/// Up to this many rows a product waits for memory.
-const NEXT_ROWS: usize = 4;
 /// Bytes of weights one task reads at most: threads that are late leave less to wait for.
 const TASK_BYTES: usize = 256 << 10;
 
@@ -272,6 +267,7 @@ dispatch! {
     )
 }
 
+#[derive(Clone, Copy)]
 struct Task<'a> {
     rows: &'a QuantRows,
     w: &'a QuantMatrix,
@@ -280,15 +276,19 @@ struct Task<'a> {
     tiles: usize,
     c: *mut f32,
     accumulate: bool,
-    /// What is asked for when it is done.
-    next: *const u8,
 }
 
-// SAFETY: `data` is read only, `next` not even that; `c` is written through by tasks for disjoint
-// columns only.
+// SAFETY: `data` is read only; `c` is written through by tasks for disjoint columns only.
 unsafe impl Send for Task<'_> {}
 // SAFETY: as above.
 unsafe impl Sync for Task<'_> {}
+
+impl Task<'_> {
+    /// The tiles from `first` on, at most `tiles`.
+    fn part(&self, first: usize, tiles: usize) -> Self {
+        Self { first, tiles: tiles.min(self.tiles - first), ..*self }
+    }
+}
 
 /// `M` rows from `row` on by `N` tiles from `tile` on, one or two.
 #[inline(always)]
@@ -309,8 +309,11 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
             w[1] = w[1].add(stride);
         }
         for b in 0..blocks {
+            // Behind the end of a tile lies the other one of these, or the next.
+            let skip = if b + AHEAD_BLOCKS < blocks { 0 } else { (N - 1) * stride };
             for w in w {
-                ahead(To::L1, w.wrapping_add(AHEAD_BYTES), kind.tile_bytes());
+                let there = w.wrapping_add(AHEAD_BLOCKS * kind.tile_bytes() + skip);
+                ahead(there, kind.tile_bytes());
             }
             // Of high bytes and of low ones.
             let mut sums = [[[L::zero_i(); 2]; N]; M];
@@ -404,9 +407,6 @@ unsafe fn run_body<L: Lanes>(t: &Task<'_>) {
             all_rows::<L, false>(t);
         }
     }
-    if !t.next.is_null() {
-        ahead(To::L2, t.next, NEXT_BYTES);
-    }
 }
 
 #[inline(always)]
@@ -467,21 +467,12 @@ fn product(isa: Isa, a: &QuantRows, w: &QuantMatrix, c: &mut [f32], accumulate: 
     let rounds = (tiles * tile_bytes).div_ceil(threads * TASK_BYTES).max(1);
     let per_task = tiles.div_ceil(threads * rounds).next_multiple_of(2);
     let (c, data) = (c.as_mut_ptr(), w.data.as_ptr());
-    let count = tiles.div_ceil(per_task);
-    let tasks: Vec<Task<'_>> = (0..count)
-        .map(|i| {
-            let (first, mut next) = (i * per_task, std::ptr::null());
-            if let Some(piece) = i.checked_sub(count.saturating_sub(threads))
-                && a.rows() <= NEXT_ROWS
-            {
-                next = w.data.as_ptr_range().end.wrapping_add(piece * NEXT_BYTES);
-            }
-            let tiles = per_task.min(tiles - first);
-            Task { rows: a, w, data, first, tiles, c, accumulate, next }
-        })
-        .collect();
-    // SAFETY: tasks cover disjoint columns of C, all inside the checked slice.
-    team::for_each(tasks.len(), |i| unsafe { run(isa, &tasks[i]) });
+    let all = Task { rows: a, w, data, first: 0, tiles, c, accumulate };
+    team::for_each(tiles.div_ceil(per_task), |i| {
+        let task = all.part(i * per_task, per_task);
+        // SAFETY: tasks cover disjoint columns of C, all inside the checked slice.
+        unsafe { run(isa, &task) }
+    });
 }
 
 /// `c[m][padded_n] = a[m][k] · wᵀ`; columns past `n` are zero.

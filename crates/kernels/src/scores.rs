@@ -5,15 +5,25 @@ use std::ops::Range;
 use matkv_types::GROUP_ROWS;
 
 use crate::activations::Stored;
-use crate::ahead::{To, ahead};
+use crate::ahead::ahead;
 use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Queries, Scratch};
 use crate::lanes::{LANES, Lanes};
-use crate::micro::{self, Operands, Strides};
+use crate::micro::{self, Meanwhile, Operands, Strides};
 use crate::product::{Affine, DotBytes, Exact, NO_ROWS, Product};
 use crate::quantize::factors;
 
 /// How far ahead of the one that is multiplied a tile is asked for.
 const TILES_AHEAD: usize = 2;
+
+/// The V of the rows whose K is read, with every step of a pair of tiles.
+struct Values;
+
+impl Meanwhile for Values {
+    fn lines<P: Product>() -> usize {
+        // A step reads two vectors of as many dimensions.
+        (2 * LANES * P::STEP * size_of::<P::B>()).div_ceil(64)
+    }
+}
 
 /// `scores[m][BLOCK_ROWS] = Q · Kᵀ` for some tiles; `q` is `[m][HEAD_DIM_MAX]`, a stride known when
 /// this is compiled, which saves the loop an addition per row and step.
@@ -30,11 +40,11 @@ pub(crate) unsafe fn scores<L: Lanes, P: Product>(
     scratch: &mut Scratch,
 ) {
     let (m, dim) = (queries.visible.len(), queries.dim);
+    let from = if block.ahead { block.v } else { block.k };
     for t in tiles.clone().step_by(2) {
         if block.ahead {
             let tile = LANES * dim * size_of::<P::B>();
-            ahead(To::L2, block.k.wrapping_add((t + TILES_AHEAD) * tile), 2 * tile);
-            ahead(To::L2, block.v.wrapping_add(t * tile), 2 * tile);
+            ahead(block.k.wrapping_add((t + TILES_AHEAD) * tile), 2 * tile);
         }
         // SAFETY: same contract; `scores` has a row of BLOCK_ROWS for each query row.
         unsafe {
@@ -52,11 +62,12 @@ pub(crate) unsafe fn scores<L: Lanes, P: Product>(
                 },
                 accumulate: false,
                 rows,
+                ahead: from.wrapping_add(t * LANES * dim * size_of::<P::B>()),
             };
             if t + 2 <= tiles.end {
-                micro::rows::<L, P, 2>(&operands);
+                micro::rows::<L, P, Values, 2>(&operands);
             } else {
-                micro::rows::<L, P, 1>(&operands);
+                micro::rows::<L, P, Values, 1>(&operands);
             }
         }
     }

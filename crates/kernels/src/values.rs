@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Partial, Queries};
 use crate::lanes::{LANES, Lanes};
-use crate::micro::{self, Operands, Strides};
+use crate::micro::{self, Meanwhile, Operands, Strides};
 use crate::product::{Elem, NO_ROWS, Product};
 
 /// `out[m][dim] = P · V` over rows `lo..hi`; rows outside the segment are not even multiplied:
@@ -30,6 +30,7 @@ pub(crate) unsafe fn weighted_sum<L: Lanes, P: Product<Row = ()>>(
     let tail = (hi == block.hi && hi % 2 == 1 && hi / 2 >= first_whole).then_some((hi / 2, hi - 1));
     let whole = (first_whole < whole_end).then_some(first_whole..whole_end);
     let mut accumulate = false;
+    let next = next_keys(block);
     // One call of `pv` for all three, as it is inlined.
     for (edge, pairs) in [(head, None), (None, whole), (tail, None)] {
         let (pairs, v) = match (edge, pairs) {
@@ -48,7 +49,7 @@ pub(crate) unsafe fn weighted_sum<L: Lanes, P: Product<Row = ()>>(
         };
         let weights = (weights, NO_ROWS);
         // SAFETY: `v` begins with the first of the pairs, all of them rows of the segment.
-        unsafe { pv::<L, P>(queries, v, pairs, weights, accumulate, partial) };
+        unsafe { pv::<L, P>(queries, v, pairs, weights, (accumulate, next), partial) };
         accumulate = true;
     }
 }
@@ -70,6 +71,20 @@ unsafe fn copy_row<E: Elem>(
     }
 }
 
+/// The K of the next block, with every pair of rows of two vectors of V.
+struct NextKeys;
+
+impl Meanwhile for NextKeys {
+    fn lines<P: Product>() -> usize {
+        (4 * LANES * size_of::<P::B>()).div_ceil(64)
+    }
+}
+
+/// Where it lies, or what is in cache if there is none.
+pub(crate) fn next_keys(block: Block) -> *const u8 {
+    if block.ahead && !block.next.is_null() { block.next } else { block.v }
+}
+
 /// `out (+)= P[pairs] · V[pairs]`, 32 dimensions at a time; `v` begins with the first of the
 /// pairs, and weights come with what makes values of their sums.
 ///
@@ -81,14 +96,15 @@ pub(crate) unsafe fn pv<L: Lanes, P: Product>(
     v: *const P::B,
     pairs: Range<usize>,
     (weights, rows): (*const P::A, *const P::Row),
-    accumulate: bool,
+    (accumulate, next): (bool, *const u8),
     partial: &mut Partial<'_>,
 ) {
     let (m, dim) = (queries.visible.len(), queries.dim);
     for d in (0..dim).step_by(2 * LANES) {
+        let at = (d * BLOCK_ROWS + 4 * LANES * pairs.start) * size_of::<P::B>();
         // SAFETY: V has the pairs, of `dim` columns each; weights and out have `m` rows.
         unsafe {
-            micro::rows::<L, P, 2>(&Operands {
+            micro::rows::<L, P, NextKeys, 2>(&Operands {
                 a: weights.add(2 * pairs.start),
                 m,
                 b: v.add(2 * d),
@@ -97,6 +113,7 @@ pub(crate) unsafe fn pv<L: Lanes, P: Product>(
                 strides: Strides { a: BLOCK_ROWS, step: 2 * dim, tile: 2 * LANES, c: dim },
                 accumulate,
                 rows,
+                ahead: next.wrapping_add(at),
             });
         }
     }
