@@ -11,8 +11,8 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-fidelity bench-throughput bench-trace bench-start bench-forward bench-peers \
-	peers bench-paper soak soak-storage simulate fuzz install clean
+	bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput bench-trace \
+	bench-start bench-forward bench-prefill bench-decode bench-peers peers bench-paper soak soak-storage simulate fuzz install clean
 
 demo: build
 	target/release/matkv demo
@@ -59,9 +59,11 @@ models: compile
 	$(PYTHON) tests/fixtures/scripts/fetch_vocabs.py $(MATKV_CACHE_DIR)/vocabs
 
 # The figures of the README; each prints one JSON object with --format json.
-# DATA is a directory with longbench-hotpotqa, for bench-paper with turborag, unpacked or not.
+# DATA is a directory with longbench-hotpotqa, for bench-paper with turborag, for bench-musique with
+# musique, unpacked or not.
 DATA ?= ../shared/data
-bench-e2e bench-cold bench-load bench-codec bench-fidelity bench-throughput bench-paper: build
+bench-e2e bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput \
+bench-paper: build
 	scripts/bench.sh $(@:bench-%=%) $(DATA)
 
 # llama.cpp is built once; PEERS=--torch also installs PyTorch, which has gigabytes.
@@ -71,11 +73,8 @@ peers:
 bench-peers: build peers
 	scripts/bench.sh peers $(DATA)
 
-bench-trace: build
-	target/release/matkv bench trace
-
-bench-start: build
-	target/release/matkv bench start
+bench-trace bench-start bench-prefill bench-decode: build
+	target/release/matkv bench $(@:bench-%=%)
 
 bench-forward:
 	$(CARGO) bench -p matkv-benches --bench forward -- \

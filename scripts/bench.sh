@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs a benchmark on the LongBench HotpotQA documents, `paper` on TurboRAG's:
-#   scripts/bench.sh e2e|cold|load|codec|fidelity|throughput|peers|paper DATA_DIRECTORY
-# DATA_DIRECTORY holds longbench-hotpotqa/ (turborag/) or it as .tar.xz. More arguments go to
-# `matkv bench`. The process asks for the processor before others do where it may.
+# Runs a benchmark on the LongBench HotpotQA documents, `paper` on TurboRAG's, `musique` (which is
+# `fidelity`) on MuSiQue's:
+#   scripts/bench.sh e2e|cold|load|codec|fidelity|musique|throughput|peers|paper DATA_DIRECTORY
+# DATA_DIRECTORY holds longbench-hotpotqa/ (turborag/, musique/) or it as .tar.xz. More arguments go
+# to `matkv bench`. The process asks for the processor before others do where it may.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 kind=$1
@@ -11,7 +12,10 @@ shift 2
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 name=longbench-hotpotqa
-[ "$kind" != paper ] || name=turborag
+case $kind in
+paper) name=turborag ;;
+musique) name=musique ;;
+esac
 if [ -d "$data/$name" ]; then
     corpus=$data/$name
 elif [ -f "$data/$name.tar.xz" ]; then
@@ -55,7 +59,12 @@ codec)
     "$matkv" bench codec --corpus "$corpus/documents" --documents "${DOCUMENTS:-80}" \
         --questions "$corpus/questions/query.jsonl" --store "$store-exact" "$@"
     ;;
-fidelity)
+fidelity | musique)
+    if [ "$kind" = musique ]; then
+        python3 scripts/musique.py "$corpus/musique_s.json" "$work/corpus"
+        corpus=$work/corpus
+        store=$store-musique
+    fi
     "$matkv" bench fidelity --corpus "$corpus/documents" --documents "${DOCUMENTS:-200}" \
         --questions "$corpus/questions/query.jsonl" --answers "$corpus/answers/answer.jsonl" \
         --count "${COUNT:-20}" --store "$store" "$@"
@@ -65,7 +74,7 @@ throughput)
         --questions "$corpus/questions/query.jsonl" --store "$store" "$@"
     ;;
 *)
-    echo "usage: scripts/bench.sh e2e|cold|load|codec|fidelity|throughput|peers|paper" \
+    echo "usage: scripts/bench.sh e2e|cold|load|codec|fidelity|musique|throughput|peers|paper" \
         "DATA_DIRECTORY" >&2
     exit 2
     ;;

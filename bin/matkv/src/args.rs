@@ -256,7 +256,7 @@ pub struct DemoOptions {
 #[derive(Subcommand)]
 pub enum BenchCommand {
     /// Ingest a corpus, ask questions in every mode, alternated, and compare
-    E2e(E2eOptions),
+    E2e(crate::bench_e2e::E2eOptions),
     /// Time to first token from a cold arena and flash, against full prefill and fio
     Cold(ColdOptions),
     /// Cold flash to arena, per encoding, against fio on the same files
@@ -265,6 +265,10 @@ pub enum BenchCommand {
     Codec(CodecOptions),
     /// How far answers move by each way of reusing chunks, and how many rows it computes anew
     Fidelity(crate::bench_fidelity::FidelityOptions),
+    /// Full prefills in this process, against the processor's peak
+    Prefill(crate::bench_model::PrefillOptions),
+    /// Steps of batches in this process, against reading what they need from memory
+    Decode(crate::bench_model::DecodeOptions),
     /// Hit rates of every eviction policy on synthetic and recorded traces
     Trace(TraceBenchOptions),
     /// Seconds until a loader with many chunks is ready
@@ -300,6 +304,9 @@ pub struct ReportOptions {
     /// With --paper: ask only this many questions
     #[arg(long, default_value_t = 20)]
     pub count: usize,
+    /// With --paper: requests at once
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 8])]
+    pub batch: Vec<usize>,
 }
 
 /// What a benchmark ingests.
@@ -431,31 +438,6 @@ pub struct StartOptions {
     pub chunks: u64,
     #[arg(long, default_value_t = 3)]
     pub rounds: usize,
-}
-
-#[derive(clap::Args, Clone)]
-pub struct E2eOptions {
-    #[command(flatten)]
-    pub ingest: CorpusOptions,
-    /// Questions: one a line, or JSON lines with "query"
-    #[arg(long)]
-    pub questions: PathBuf,
-    /// Gold answers: one a line, or JSON lines with "answer"
-    #[arg(long)]
-    pub answers: Option<PathBuf>,
-    /// Ask only this many questions
-    #[arg(long, default_value_t = 20)]
-    pub count: usize,
-    /// Modes to compare with vanilla
-    #[arg(long, default_values_t = ["linked(32)".to_owned(), "independent".to_owned()])]
-    pub mode: Vec<String>,
-    #[arg(long, default_value_t = 4)]
-    pub top_k: u32,
-    #[arg(long, default_value_t = 32)]
-    pub max_new_tokens: u32,
-    /// Keep the store here instead of in a temporary directory
-    #[arg(long)]
-    pub store: Option<PathBuf>,
 }
 
 #[derive(clap::Args, Clone)]

@@ -7,20 +7,21 @@ use std::process::ExitCode;
 
 use anyhow::{Context, ensure};
 use matkv_api::Client;
-use matkv_api::v1::{
-    GenerateRequest, GetStatusRequest, GetStatusResponse, IngestSummary, ListDocumentsRequest,
-};
+use matkv_api::v1::{GenerateRequest, GetStatusRequest, IngestSummary, ListDocumentsRequest};
 use matkv_config::{Config, Resolved};
 use matkv_loader_core::process::evict_page_cache;
 
-use crate::args::{BenchCommand, ColdOptions, E2eOptions, Format};
+use crate::args::{BenchCommand, ColdOptions, Format};
 use crate::ask::{Answer, generate};
 use crate::figures::{self, Figure};
 use crate::ingest::ingest;
 use crate::out::{say, say_part};
-use crate::pair::{Pair, private};
+use crate::pair::with_private;
 use crate::sources::{Source, collect};
-use crate::{bench_fidelity, bench_store, demo, fio, paper, peers, report, throughput};
+use crate::{
+    bench_e2e, bench_fidelity, bench_model, bench_store, demo, fio, paper, peers, report,
+    throughput,
+};
 
 pub async fn run(
     resolved: &Resolved,
@@ -29,10 +30,7 @@ pub async fn run(
 ) -> anyhow::Result<ExitCode> {
     let mut notes = Vec::new();
     let (name, figures) = match command {
-        BenchCommand::E2e(o) => {
-            let measure = async |client| e2e(client, o, &mut notes).await;
-            ("e2e", with_pair(resolved, o.store.as_deref(), measure).await)
-        }
+        BenchCommand::E2e(o) => ("e2e", bench_e2e::run(resolved, o, &mut notes).await),
         BenchCommand::Cold(o) => {
             let measure = async |client| cold(client, o, &mut notes).await;
             ("cold", with_pair(resolved, o.store.as_deref(), measure).await)
@@ -42,6 +40,8 @@ pub async fn run(
         BenchCommand::Fidelity(o) => {
             ("fidelity", bench_fidelity::run(resolved, o, &mut notes).await)
         }
+        BenchCommand::Prefill(o) => ("prefill", bench_model::prefill(resolved, o)),
+        BenchCommand::Decode(o) => ("decode", bench_model::decode(resolved, o, &mut notes)),
         BenchCommand::Trace(o) => ("trace", bench_store::trace(o, &mut notes)),
         BenchCommand::Start(o) => ("start", bench_store::start(resolved, o).await),
         BenchCommand::Peers(o) => {
@@ -54,11 +54,7 @@ pub async fn run(
             ("throughput", with_pair(resolved, o.store.as_deref(), measure).await)
         }
         BenchCommand::Report(o) if o.paper => {
-            let measure = async |client| {
-                say!("{}", paper::measure(client, o).await?);
-                Ok(Vec::new())
-            };
-            with_pair(resolved, None, measure).await?;
+            say_part!("{}", paper::measure(resolved, o).await?);
             return Ok(ExitCode::SUCCESS);
         }
         BenchCommand::Report(o) => return report::run(o),
@@ -72,18 +68,10 @@ async fn with_pair(
     store: Option<&Path>,
     measure: impl AsyncFnOnce(Client) -> anyhow::Result<Vec<Figure>>,
 ) -> anyhow::Result<Vec<Figure>> {
-    let directory = tempfile::tempdir().context("a temporary directory")?;
-    let log = [("log.level", "warn".to_owned())];
     // Beside the store, on the device that serves it; /tmp may be memory.
     let (store, _temporary) = bench_store::place(resolved, store)?;
-    let resolved = private(resolved, directory.path(), &store, &log)?;
-    let mut pair = Pair::start(&resolved)?;
-    let measured = tokio::select! {
-        outcome = async { measure(pair.ready(&resolved.config).await?).await } => outcome,
-        _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
-    };
-    pair.stop()?;
-    measured
+    let log = [("log.level", "warn".to_owned())];
+    with_private(resolved, &store, &log, async |client, _| measure(client).await).await
 }
 
 fn show(
@@ -146,91 +134,6 @@ pub async fn ingest_all(
     let (summary, failed) = ingest(client.clone(), sources, "stdin", true).await?;
     ensure!(failed.is_empty(), "{}: {}", failed[0].name, failed[0].reason);
     Ok(summary)
-}
-
-fn corpus_figures(status: &GetStatusResponse, summary: &IngestSummary) -> Vec<Figure> {
-    let mut figures = vec![
-        Figure::exact("documents", status.documents as f64, "documents"),
-        Figure::exact("chunks", status.chunks as f64, "chunks"),
-        Figure::exact("corpus_tokens", status.chunk_tokens as f64, "tokens"),
-        Figure::exact("chunk_file_bytes", status.chunk_bytes as f64, "bytes"),
-    ];
-    if summary.tokens_computed > 0 {
-        let rate = summary.tokens_computed as f64 / summary.seconds;
-        figures.push(Figure::exact("ingest_tokens_per_s", rate, "tokens/s"));
-    }
-    figures
-}
-
-async fn e2e(
-    client: Client,
-    o: &E2eOptions,
-    notes: &mut Vec<String>,
-) -> anyhow::Result<Vec<Figure>> {
-    let summary = ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
-    let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
-    let mut out = corpus_figures(&status, &summary);
-    let questions = lines(&o.questions, "query")?;
-    let answers = o.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
-    let modes: Vec<String> =
-        std::iter::once("vanilla".to_owned()).chain(o.mode.iter().cloned()).collect();
-    let ask = |question: String, mode: String| {
-        let request = GenerateRequest {
-            question,
-            mode,
-            top_k: Some(o.top_k),
-            max_new_tokens: Some(o.max_new_tokens),
-            cold: true,
-            ..GenerateRequest::default()
-        };
-        generate(client.clone(), request, |_| Ok(()))
-    };
-    // Warm-up: code pages, allocator, thread pools.
-    ask(questions.first().context("no questions")?.clone(), "matkv".into()).await?;
-    let mut results: Vec<Vec<Answer>> = vec![Vec::new(); modes.len()];
-    for (i, question) in questions.iter().take(o.count).enumerate() {
-        for step in 0..modes.len() {
-            // Each round begins with another mode, so that none is always first.
-            let m = (step + i) % modes.len();
-            results[m].push(ask(question.clone(), modes[m].clone()).await?);
-        }
-        eprintln!("question {}/{}", i + 1, questions.len().min(o.count));
-    }
-    for (mode, answers_of_mode) in modes.iter().zip(&results) {
-        out.extend(mode_figures(mode, answers_of_mode, answers.as_deref()));
-    }
-    let first = |m: usize, i: usize| results[m][i].timings.first_token_ms;
-    for (m, mode) in modes.iter().enumerate().skip(1) {
-        let ratios: Vec<f64> = (0..results[m].len()).map(|i| first(0, i) / first(m, i)).collect();
-        out.push(Figure::median(format!("ttft_vanilla_over_matkv[{mode}]"), &ratios, "ratio"));
-    }
-    notes.push("arena cold, files read with O_DIRECT; modes alternated per question".into());
-    Ok(out)
-}
-
-fn mode_figures(mode: &str, answers: &[Answer], gold: Option<&[String]>) -> Vec<Figure> {
-    let of = |f: fn(&Answer) -> f64| answers.iter().map(f).collect::<Vec<f64>>();
-    let named = |name: &str| format!("{name}[{mode}]");
-    let mut out = vec![
-        Figure::median(named("ttft_ms"), &of(|a| a.timings.first_token_ms), "ms"),
-        Figure::median(named("retrieve_ms"), &of(|a| a.timings.retrieve_ms), "ms"),
-        Figure::median(named("load_ms"), &of(|a| a.timings.load_ms), "ms"),
-        Figure::median(named("prefill_ms"), &of(|a| a.timings.prefill_ms), "ms"),
-        Figure::median(named("decode_ms"), &of(|a| a.timings.decode_ms), "ms"),
-        Figure::median(named("total_ms"), &of(|a| a.timings.total_ms), "ms"),
-        Figure::median(named("prompt_tokens"), &of(|a| f64::from(a.usage.prompt_tokens)), "tokens"),
-        Figure::median(
-            named("cached_tokens"),
-            &of(|a| f64::from(a.usage.cached_tokens())),
-            "tokens",
-        ),
-    ];
-    if let Some(gold) = gold {
-        let hit = |(a, g): &(&Answer, &String)| a.text.to_lowercase().contains(&g.to_lowercase());
-        let hits = answers.iter().zip(gold).filter(hit).count();
-        out.push(Figure::exact(named("answers_with_gold"), hits as f64, "answers"));
-    }
-    out
 }
 
 /// Whole chunks of the corpus: ids, and where their files are.

@@ -23,6 +23,14 @@ pub enum Meter {
     Ipmi,
 }
 
+/// What a report says of it.
+pub fn note(meter: &Result<Meter, String>) -> String {
+    match meter {
+        Ok(meter) => format!("energy: {}", meter.describe()),
+        Err(why) => format!("energy: not available here: {why}"),
+    }
+}
+
 /// A measurement under way.
 pub struct Running {
     meter: Meter,

@@ -59,6 +59,12 @@ impl Figure {
     }
 }
 
+/// The value that this share of a sorted list does not exceed.
+pub fn percentile(sorted: &[f64], share: f64) -> f64 {
+    let at = (share * sorted.len() as f64).ceil() as usize;
+    sorted.get(at.saturating_sub(1)).copied().unwrap_or(f64::NAN)
+}
+
 /// Everything a report must say besides its figures.
 pub fn report(bench: &str, threads: usize, figures: &[Figure], notes: &[String]) -> Value {
     let list: Vec<Value> = figures
@@ -151,6 +157,14 @@ mod tests {
         let f = Figure::median("x", &[5.0, 1.0, 4.0, 2.0, 3.0], "ms");
         assert_eq!((f.value, f.low, f.high), (3.0, 2.0, 4.0));
         assert!(Figure::median("x", &[], "ms").value.is_nan());
+    }
+
+    #[test]
+    fn percentiles_are_values_of_the_list() {
+        let all: Vec<f64> = (1..=100).map(f64::from).collect();
+        assert_eq!([0.5, 0.9, 0.99].map(|p| percentile(&all, p)), [50.0, 90.0, 99.0]);
+        assert_eq!(percentile(&[3.0], 0.99), 3.0);
+        assert!(percentile(&[], 0.5).is_nan());
     }
 
     #[test]

@@ -5,7 +5,9 @@
 mod args;
 mod ask;
 mod bench;
+mod bench_e2e;
 mod bench_fidelity;
+mod bench_model;
 mod bench_store;
 mod chunks;
 mod cost;

@@ -152,12 +152,16 @@ pub async fn with_private<T>(
     resolved: &Resolved,
     store: &Path,
     settings: &[(&'static str, String)],
-    work: impl AsyncFnOnce(Client) -> anyhow::Result<T>,
+    work: impl AsyncFnOnce(Client, &Config) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let runtime = tempfile::tempdir()?;
+    let runtime = tempfile::tempdir().context("a temporary directory")?;
     let resolved = private(resolved, runtime.path(), store, settings)?;
     let mut pair = Pair::start(&resolved)?;
-    let worked = async { work(pair.ready(&resolved.config).await?).await }.await;
+    let config = &resolved.config;
+    let worked = tokio::select! {
+        outcome = async { work(pair.ready(config).await?, config).await } => outcome,
+        _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
+    };
     pair.stop()?;
     worked
 }

@@ -1,16 +1,19 @@
-//! `matkv bench report --paper`: latency by phase in the shape of the MatKV paper's table, with the
-//! published figures beside it.
+//! `matkv bench report --paper`: latency by phase, batch sizes, overlap, storage and energy in the
+//! shape of the MatKV paper's tables, with the published figures beside them.
 //!
 //! Those are of other hardware and models; only the direction and size of a change compare.
 
-use anyhow::Context;
-use matkv_api::Client;
-use matkv_api::v1::{GenerateRequest, Timings};
+use std::path::Path;
 
-use crate::args::ReportOptions;
-use crate::ask::generate;
-use crate::bench::{ingest_all, lines};
+use anyhow::Context;
+use matkv_api::v1::Timings;
+use matkv_config::Resolved;
+
+use crate::args::{CorpusOptions, ReportOptions};
+use crate::bench_e2e::{self as e2e, E2eOptions, Measured, Overlap, Run, Tier};
+use crate::bench_store::place;
 use crate::demo::median;
+use crate::energy::{self, Meter};
 use crate::render::table;
 
 /// Answer tokens, as in the paper's table.
@@ -39,9 +42,15 @@ const STAGES: [Stage; 5] = [
     Stage { name: "end to end", phase: |t| t.total_ms, published: Some((2450.0, 1250.0)) },
 ];
 
+/// Vanilla, MatKV and with overlap: 256 requests at batch 8 (the same source).
+const PUBLISHED_SECONDS: (f64, f64, f64) = (546.0, 306.0, 285.0);
+/// The same, of 1,000 requests.
+const PUBLISHED_ENERGY: [&str; 4] =
+    ["8, published", "566 kJ, 183/kWh", "289 kJ, 358/kWh", "279 kJ"];
+
 const CLAIMS: &str = "\
-published: MatKV (ICDE 2026), LLaMA-70B, one H100, 4 × NVMe in RAID-0, TurboRAG's documents; its
-  256 requests at batch 8 take 546 s vanilla, 306 s with MatKV, 285 s with overlap
+published: MatKV (ICDE 2026), LLaMA-70B, one H100, 4 × NVMe in RAID-0, TurboRAG's documents, 256
+  requests at batch 8; loads of 128 requests, mean, ms: one SSD 93, four 27, memory 6
 published: TurboRAG, time to first token 8.6× lower on average, with a fine-tuned model
 Other hardware and another model: the changes compare, the milliseconds do not.";
 
@@ -69,34 +78,136 @@ fn row(stage: &Stage, measured: (f64, f64)) -> Vec<String> {
     cells
 }
 
-/// Asks every question in both modes, alternated, and prints the table.
-pub async fn measure(client: Client, o: &ReportOptions) -> anyhow::Result<String> {
-    ingest_all(&client, &o.corpus, o.documents).await?;
-    let path = o.questions.as_deref().context("--paper needs --questions")?;
-    let questions: Vec<String> = lines(path, "query")?.into_iter().take(o.count).collect();
-    let modes = ["vanilla", "linked(32)"];
-    let mut timings = [Vec::new(), Vec::new()];
-    for (i, question) in questions.iter().enumerate() {
-        for step in 0..modes.len() {
-            let m = (i + step) % modes.len();
-            let request = GenerateRequest {
-                question: question.clone(),
-                mode: modes[m].into(),
-                max_new_tokens: Some(ANSWER),
-                cold: true,
-                ..GenerateRequest::default()
-            };
-            timings[m].push(generate(client.clone(), request, |_| Ok(())).await?.timings);
-        }
-        eprintln!("question {}/{}", i + 1, questions.len());
+/// Both modes, vanilla first.
+const MODES: [&str; 2] = ["vanilla", "linked(32)"];
+
+fn options(o: &ReportOptions, store: &Path) -> anyhow::Result<E2eOptions> {
+    Ok(E2eOptions {
+        ingest: CorpusOptions { corpus: o.corpus.clone(), documents: o.documents },
+        questions: o.questions.clone().context("--paper needs --questions")?,
+        answers: None,
+        count: o.count,
+        mode: Vec::new(),
+        batch: vec![1],
+        top_k: vec![4],
+        max_new_tokens: vec![ANSWER],
+        tier: vec![Tier::Flash],
+        encoding: Vec::new(),
+        chunk_size: Vec::new(),
+        overlap: Vec::new(),
+        store: Some(store.to_owned()),
+    })
+}
+
+/// Asks every question in both modes, in every batch size and with and without overlap, then from
+/// every tier; returns the tables.
+pub async fn measure(resolved: &Resolved, o: &ReportOptions) -> anyhow::Result<String> {
+    let (store, _temporary) = place(resolved, None)?;
+    let options = options(o, &store)?;
+    let modes = MODES.map(str::to_owned);
+    let meter = Meter::find();
+    let batches = E2eOptions {
+        batch: o.batch.clone(),
+        overlap: vec![Overlap::Off, Overlap::On],
+        ..options.clone()
+    };
+    let batches = e2e::measure(resolved, &batches, &modes, meter.as_ref().ok()).await?;
+    let tiers = E2eOptions { tier: vec![Tier::Arena, Tier::Flash, Tier::Cold], ..options };
+    let tiers = e2e::measure(resolved, &tiers, &modes[1..], None).await?;
+    let questions = batches.first().map_or(0, |m| m.runs[0].answers.len());
+    let mut out =
+        format!("{questions} questions, {ANSWER} tokens each, {}, cold flash\n", MODES[1]);
+    if let Some(alone) = batches.iter().find(|m| m.case.batch == 1) {
+        out += &format!("\n{}", phases(&alone.runs));
     }
+    out += &format!("\n{}", batch_sweep(&batches));
+    out += &format!("\n{}", storage(&tiers));
+    out += &match &meter {
+        Ok(meter) => format!("\n{}\n{}", meter.describe(), energy_table(&batches)),
+        Err(_) => format!("\n{}\n", energy::note(&meter)),
+    };
+    Ok(out + "\n" + CLAIMS + "\n")
+}
+
+/// Medians of requests one at a time.
+fn phases(runs: &[Run]) -> String {
     let of = |stage: &Stage| {
-        let median = |m: usize| median(timings[m].iter().map(stage.phase).collect());
+        let median =
+            |m: usize| median(runs[m].answers.iter().map(|a| (stage.phase)(&a.timings)).collect());
         row(stage, (median(0), median(1)))
     };
     let rows: Vec<_> = STAGES.iter().map(of).collect();
-    let head = ["ms", "vanilla", "MatKV", "change", "published", "MatKV", "change"];
-    Ok(format!("{}{} questions, {}\n{CLAIMS}", table(&head, &rows), questions.len(), modes[1]))
+    table(&["ms", "vanilla", "MatKV", "change", "published", "MatKV", "change"], &rows)
+}
+
+/// The same batch size, with overlap or without.
+fn of_batch(all: &[Measured], batch: usize, overlap: Overlap) -> Option<&Measured> {
+    all.iter().find(|m| m.case.batch == batch && m.setup.overlap == Some(overlap))
+}
+
+fn batch_sizes(all: &[Measured]) -> Vec<usize> {
+    let mut sizes: Vec<usize> = all.iter().map(|m| m.case.batch).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
+}
+
+/// Seconds of all requests.
+fn batch_sweep(all: &[Measured]) -> String {
+    let row = |batch: usize| {
+        let (off, on) = (of_batch(all, batch, Overlap::Off)?, of_batch(all, batch, Overlap::On)?);
+        let (vanilla, ours, overlapped) =
+            (off.runs[0].seconds, off.runs[1].seconds, on.runs[1].seconds);
+        Some(vec![
+            batch.to_string(),
+            format!("{vanilla:.1}"),
+            format!("{ours:.1}"),
+            change((vanilla, ours)),
+            format!("{overlapped:.1}"),
+            change((vanilla, overlapped)),
+        ])
+    };
+    let mut rows: Vec<_> = batch_sizes(all).into_iter().filter_map(row).collect();
+    let (vanilla, ours, overlapped) = PUBLISHED_SECONDS;
+    rows.push(vec![
+        "8, published".into(),
+        format!("{vanilla:.0}"),
+        format!("{ours:.0}"),
+        change((vanilla, ours)),
+        format!("{overlapped:.0}"),
+        change((vanilla, overlapped)),
+    ]);
+    table(&["batch, s", "vanilla", "MatKV", "change", "overlap", "change"], &rows)
+}
+
+/// Medians of what a load takes from each tier.
+fn storage(all: &[Measured]) -> String {
+    let row = |m: &Measured| {
+        let of = |f: fn(&Timings) -> f64| {
+            let all = m.runs[0].answers.iter().map(|a| f(&a.timings));
+            format!("{:.1}", median(all.collect()))
+        };
+        let name = match m.case.tier {
+            Tier::Arena => "memory (arena)",
+            Tier::Flash => "flash, O_DIRECT",
+            Tier::Cold => "cold tier",
+        };
+        vec![name.to_owned(), of(|t| t.load_ms), of(|t| t.first_token_ms)]
+    };
+    table(&["chunks in, ms", "load", "first token"], &all.iter().map(row).collect::<Vec<_>>())
+}
+
+fn energy_table(all: &[Measured]) -> String {
+    let each = |run: &Run| run.joules.unwrap_or(f64::NAN) / run.answers.len() as f64;
+    let row = |batch: usize| {
+        let (off, on) = (of_batch(all, batch, Overlap::Off)?, of_batch(all, batch, Overlap::On)?);
+        let joules = [each(&off.runs[0]), each(&off.runs[1]), each(&on.runs[1])];
+        let cells = joules.map(|j| format!("{j:.2} kJ, {:.0}/kWh", 3.6e6 / j));
+        Some(std::iter::once(batch.to_string()).chain(cells).collect::<Vec<_>>())
+    };
+    let mut rows: Vec<_> = batch_sizes(all).into_iter().filter_map(row).collect();
+    rows.push(PUBLISHED_ENERGY.map(str::to_owned).to_vec());
+    table(&["batch, per 1,000 requests", "vanilla", "MatKV", "overlap"], &rows)
 }
 
 #[cfg(test)]

@@ -17,8 +17,8 @@ use rand::{Rng, SeedableRng};
 use crate::args::ThroughputOptions;
 use crate::ask::{Answer, generate};
 use crate::bench::{ingest_all, lines};
-use crate::energy::Meter;
-use crate::figures::Figure;
+use crate::energy::{self, Meter};
+use crate::figures::{Figure, percentile};
 
 /// One request: how it ended, and what it took from when it was due.
 struct Served {
@@ -92,10 +92,7 @@ pub async fn run(
          was due; goodput counts those within {} ms",
         o.zipf, o.limit_ms
     ));
-    notes.push(match &meter {
-        Ok(meter) => format!("energy: {}", meter.describe()),
-        Err(why) => format!("energy: not available here: {why}"),
-    });
+    notes.push(energy::note(&meter));
     Ok(out)
 }
 
@@ -161,12 +158,6 @@ async fn open_loop(
     Ok(out)
 }
 
-/// The value that this share of a sorted list does not exceed.
-fn percentile(sorted: &[f64], share: f64) -> f64 {
-    let at = (share * sorted.len() as f64).ceil() as usize;
-    sorted.get(at.saturating_sub(1)).copied().unwrap_or(f64::NAN)
-}
-
 fn figures(
     mode: &str,
     served: &[Served],
@@ -206,14 +197,6 @@ fn figures(
 mod tests {
     use super::*;
     use crate::args::CorpusOptions;
-
-    #[test]
-    fn percentiles_are_values_of_the_list() {
-        let all: Vec<f64> = (1..=100).map(f64::from).collect();
-        assert_eq!([0.5, 0.9, 0.99].map(|p| percentile(&all, p)), [50.0, 90.0, 99.0]);
-        assert_eq!(percentile(&[3.0], 0.99), 3.0);
-        assert!(percentile(&[], 0.5).is_nan());
-    }
 
     #[test]
     fn popular_questions_are_drawn_more_often() {

@@ -290,6 +290,72 @@ impl Task<'_> {
     }
 }
 
+/// What `M` rows and `N` tiles make of a block.
+struct BlockSums<L: Lanes, const M: usize, const N: usize> {
+    /// Sums of products, of high bytes and of low ones.
+    products: [[[L::I; 2]; N]; M],
+    /// What the offset of unsigned rows adds to either, where weights have 8 bits.
+    offsets: [L::I; N],
+}
+
+/// `M` rows `stride` apart by a block of `N` tiles.
+#[inline(always)]
+unsafe fn block_sums<L: Lanes, const M: usize, const N: usize, const FOUR: bool>(
+    a: *const i8,
+    stride: usize,
+    w: [*const u8; N],
+) -> BlockSums<L, M, N> {
+    // SAFETY: the caller's rows and tiles have a whole block.
+    unsafe {
+        let mut sums = [[[L::zero_i(); 2]; N]; M];
+        let mut offsets = [L::zero_i(); N];
+        let four = |row: usize, k0: usize, half: usize| {
+            a.add(row * stride + 2 * k0 + 4 * half).cast::<u32>().read_unaligned()
+        };
+        if FOUR {
+            for g in 0..4 {
+                let at = 2 * SCALE_BYTES + g * 4 * TILE;
+                // No closure: it would be compiled without the instruction set.
+                let mut codes = [L::nibble_quads(w[0].add(at)); N];
+                if N == 2 {
+                    codes[1] = L::nibble_quads(w[1].add(at));
+                }
+                for s in 0..2 {
+                    for (i, sums) in sums.iter_mut().enumerate() {
+                        for half in 0..2 {
+                            let a = four(i, g * 8 + 4 * s, half);
+                            for (sums, codes) in sums.iter_mut().zip(&codes) {
+                                sums[half] = L::dot_i8(sums[half], a, codes[s]);
+                            }
+                        }
+                    }
+                }
+            }
+            return BlockSums { products: sums, offsets };
+        }
+        for q in 0..QUANT_BLOCK / 4 {
+            let at = SCALE_BYTES + q * 4 * TILE;
+            let mut codes = [L::i8_quads(w[0].add(at).cast()); N];
+            if N == 2 {
+                codes[1] = L::i8_quads(w[1].add(at).cast());
+            }
+            for (offset, codes) in offsets.iter_mut().zip(codes) {
+                *offset = L::dot_u8(*offset, OFFSETS, codes);
+            }
+            for (i, sums) in sums.iter_mut().enumerate() {
+                for half in 0..2 {
+                    // With the sign bit turned, a number has 128 more and no sign.
+                    let a = four(i, 4 * q, half) ^ OFFSETS;
+                    for (sums, codes) in sums.iter_mut().zip(codes) {
+                        sums[half] = L::dot_u8(sums[half], a, codes);
+                    }
+                }
+            }
+        }
+        BlockSums { products: sums, offsets }
+    }
+}
+
 /// `M` rows from `row` on by `N` tiles from `tile` on, one or two.
 #[inline(always)]
 unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>(
@@ -315,66 +381,21 @@ unsafe fn some_tiles<L: Lanes, const M: usize, const N: usize, const FOUR: bool>
                 let there = w.wrapping_add(AHEAD_BLOCKS * kind.tile_bytes() + skip);
                 ahead(there, kind.tile_bytes());
             }
-            // Of high bytes and of low ones.
-            let mut sums = [[[L::zero_i(); 2]; N]; M];
-            // What the offset of unsigned rows adds to either.
-            let mut columns = [L::zero_i(); N];
             let a = t.rows.codes.as_ptr().add(2 * (row * k + b * QUANT_BLOCK));
-            let four = |row: usize, k0: usize, half: usize| {
-                a.add(2 * (row * k + k0) + 4 * half).cast::<u32>().read_unaligned()
-            };
-            if FOUR {
-                for g in 0..4 {
-                    let at = 2 * SCALE_BYTES + g * 4 * TILE;
-                    // No closure: it would be compiled without the instruction set.
-                    let mut codes = [L::nibble_quads(w[0].add(at)); N];
-                    if N == 2 {
-                        codes[1] = L::nibble_quads(w[1].add(at));
-                    }
-                    for s in 0..2 {
-                        for (i, sums) in sums.iter_mut().enumerate() {
-                            for half in 0..2 {
-                                let a = four(i, g * 8 + 4 * s, half);
-                                for (sums, codes) in sums.iter_mut().zip(&codes) {
-                                    sums[half] = L::dot_i8(sums[half], a, codes[s]);
-                                }
-                            }
-                        }
-                    }
-                }
-            } else {
-                for q in 0..QUANT_BLOCK / 4 {
-                    let at = SCALE_BYTES + q * 4 * TILE;
-                    let mut codes = [L::i8_quads(w[0].add(at).cast()); N];
-                    if N == 2 {
-                        codes[1] = L::i8_quads(w[1].add(at).cast());
-                    }
-                    for (columns, codes) in columns.iter_mut().zip(codes) {
-                        *columns = L::dot_u8(*columns, OFFSETS, codes);
-                    }
-                    for (i, sums) in sums.iter_mut().enumerate() {
-                        for half in 0..2 {
-                            // With the sign bit turned, a number has 128 more and no sign.
-                            let a = four(i, 4 * q, half) ^ OFFSETS;
-                            for (sums, codes) in sums.iter_mut().zip(codes) {
-                                sums[half] = L::dot_u8(sums[half], a, codes);
-                            }
-                        }
-                    }
-                }
-            }
+            let sums = block_sums::<L, M, N, FOUR>(a, 2 * k, w);
             for (j, w) in w.iter_mut().enumerate() {
                 let d = L::load_f16(w.cast());
-                for i in 0..M {
+                for (i, (c, products)) in c.iter_mut().zip(&sums.products).enumerate() {
                     let at = (row + i) * blocks + b;
                     let scale = L::mul(d, L::splat(*t.rows.scales.get_unchecked(at)));
-                    let (mut high, mut low) = (L::from_i(sums[i][j][0]), L::from_i(sums[i][j][1]));
+                    let [high, low] = products[j];
+                    let (mut high, mut low) = (L::from_i(high), L::from_i(low));
                     if !FOUR {
-                        let offset = L::from_i(columns[j]);
+                        let offset = L::from_i(sums.offsets[j]);
                         (high, low) = (L::sub(high, offset), L::sub(low, offset));
                     }
                     let sum = L::fma(high, L::splat(256.0), low);
-                    c[i][j] = L::fma(scale, sum, c[i][j]);
+                    c[j] = L::fma(scale, sum, c[j]);
                 }
                 if FOUR {
                     let m = L::load_f16(w.add(SCALE_BYTES).cast());

@@ -59,7 +59,7 @@ impl Bench<'_> {
         }
         let (resolved, store) = (self.resolved, self.scratch()?);
         let settings = [("log.level", "warn".to_owned())];
-        with_private(resolved, store.path(), &settings, async |client| {
+        with_private(resolved, store.path(), &settings, async |client, _| {
             let (_corpus, prompt) = self.prompt(&client, 0).await?;
             self.hf_rounds(&client, &peers, &prompt).await
         })

@@ -152,7 +152,7 @@ impl Bench<'_> {
             ("pipeline.queue", QUEUE.to_string()),
             ("io.throttle", rate.to_string()),
         ];
-        with_private(self.resolved, store, &settings, work).await
+        with_private(self.resolved, store, &settings, async |client, _| work(client).await).await
     }
 }
 

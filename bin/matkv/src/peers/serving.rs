@@ -90,7 +90,7 @@ impl Bench<'_> {
     pub async fn serving(&mut self) -> anyhow::Result<()> {
         let (resolved, store) = (self.resolved, self.scratch()?);
         let settings = [("log.level", "warn".to_owned())];
-        let serve = async |client| self.serve(client).await;
+        let serve = async |client, _: &_| self.serve(client).await;
         with_private(resolved, store.path(), &settings, serve).await
     }
 

@@ -1,0 +1,117 @@
+//! `matkv bench prefill|decode`: the model alone, in this process, with the code that serves, and
+//! what the machine allows at the same time.
+
+use anyhow::{anyhow, ensure};
+use matkv_config::{Config, Resolved};
+use matkv_loader_core::measure::machine::{self, Memory};
+use matkv_loader_core::measure::speed::{Decoding, Speed};
+
+use crate::demo::median;
+use crate::figures::Figure;
+
+/// Rows of a stored chunk.
+const CHUNK: usize = 1024;
+
+#[derive(clap::Args, Clone)]
+pub struct PrefillOptions {
+    /// Lengths of prompts, in tokens
+    #[arg(long, value_delimiter = ',', default_values_t = [512, 1024, 2048, 4096])]
+    pub tokens: Vec<usize>,
+    /// Alternated rounds
+    #[arg(long, default_value_t = 5)]
+    pub rounds: usize,
+}
+
+#[derive(clap::Args, Clone)]
+pub struct DecodeOptions {
+    /// Stored rows each sequence attends to; beyond 1,024 whole chunks of 1,024
+    #[arg(long, value_delimiter = ',', default_values_t = [64, 1024, 2048, 4096])]
+    pub context: Vec<usize>,
+    /// Sequences decoded together; half of their chunks are the same
+    #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32])]
+    pub batch: Vec<usize>,
+    /// Tokens decoded in a round
+    #[arg(long, default_value_t = 32)]
+    pub steps: usize,
+    /// Alternated rounds
+    #[arg(long, default_value_t = 3)]
+    pub rounds: usize,
+}
+
+fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
+    result.map_err(|e| anyhow!("{e}"))
+}
+
+fn open(resolved: &Resolved) -> anyhow::Result<Speed> {
+    own(Speed::open(&resolved.config, Config::threads(resolved.config.loader_threads)))
+}
+
+/// Full prefills of every length in every round, and the peak of the processor beside each.
+pub fn prefill(resolved: &Resolved, o: &PrefillOptions) -> anyhow::Result<Vec<Figure>> {
+    ensure!(o.rounds > 0, "--rounds must be at least 1");
+    ensure!(o.tokens.iter().all(|n| *n > 0), "--tokens must be at least 1");
+    let speed = open(resolved)?;
+    // Code pages and buffers.
+    speed.prefill(o.tokens[0]);
+    let (mut rates, mut floors) =
+        (vec![Vec::new(); o.tokens.len()], vec![Vec::new(); o.tokens.len()]);
+    for round in 0..o.rounds {
+        for (i, &count) in o.tokens.iter().enumerate() {
+            let peak = machine::bf16_peak(speed.team());
+            let seconds = speed.prefill(count);
+            rates[i].push(count as f64 / seconds);
+            floors[i].push(seconds * peak / machine::operations(speed.model(), 0..count, 1));
+        }
+        eprintln!("round {}/{}", round + 1, o.rounds);
+    }
+    let mut out = Vec::new();
+    for (i, count) in o.tokens.iter().enumerate() {
+        out.push(Figure::median(format!("prefill_tokens_per_s[{count}]"), &rates[i], "tokens/s"));
+        out.push(Figure::median(format!("prefill_over_floor[{count}]"), &floors[i], "ratio"));
+    }
+    Ok(out)
+}
+
+/// Steps of every batch over every context, and memory's bandwidth beside each.
+pub fn decode(
+    resolved: &Resolved,
+    o: &DecodeOptions,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Vec<Figure>> {
+    ensure!(o.rounds > 0 && o.steps > 0, "--rounds and --steps must be at least 1");
+    ensure!(o.batch.iter().all(|n| *n > 0), "--batch must be at least 1");
+    for context in &o.context {
+        let whole = *context > 0 && (*context <= CHUNK || context.is_multiple_of(CHUNK));
+        ensure!(whole, "--context {context}: beyond {CHUNK} only whole chunks of {CHUNK}");
+    }
+    let (speed, memory) = (open(resolved)?, own(Memory::new())?);
+    let mut out = Vec::new();
+    for &context in &o.context {
+        let (size, each) = (context.min(CHUNK), context.div_ceil(CHUNK));
+        let most = o.batch.iter().copied().max().unwrap_or(1);
+        let chunks = |batch| Decoding::chunks_of_shared(batch, each);
+        let decoding = own(Decoding::prepare(&speed, chunks(most), size))?;
+        let (mut rates, mut floors) =
+            (vec![Vec::new(); o.batch.len()], vec![Vec::new(); o.batch.len()]);
+        for _ in 0..o.rounds {
+            for (i, &batch) in o.batch.iter().enumerate() {
+                let step = median(decoding.shared(batch, context, o.steps));
+                let floor = decoding.bytes(chunks(batch) * size) / memory.peak(speed.team());
+                rates[i].push(batch as f64 / step);
+                floors[i].push(step / floor);
+            }
+        }
+        for (i, batch) in o.batch.iter().enumerate() {
+            let of = format!("[{context},batch {batch}]");
+            out.push(Figure::median(format!("decode_tokens_per_s{of}"), &rates[i], "tokens/s"));
+            out.push(Figure::median(format!("decode_over_floor{of}"), &floors[i], "ratio"));
+        }
+        eprintln!("context {context}");
+    }
+    notes.push(format!(
+        "stored rows are {}, the answer's bf16; the floor is reading weights and rows once at the \
+         bandwidth measured in the same round",
+        speed.form()
+    ));
+    Ok(out)
+}
