@@ -13,6 +13,7 @@ set -euo pipefail
 llama_version=11434.0.0
 torch_version=2.15.0
 transformers_version=5.24.0
+accelerate_version=1.15.0
 gguf_version=0.19.0
 
 programs=(llama-bench llama-batched-bench llama-quantize llama-server)
@@ -88,12 +89,13 @@ weights() {
 # What transformers and hf_matkv.py need. PyTorch's package brings CUDA's libraries with it, which
 # nothing here uses and which it does not start without.
 torch() {
-	local what="torch $torch_version transformers $transformers_version"
+	local what="torch $torch_version transformers $transformers_version accelerate $accelerate_version"
 	if ! finished torch "$what"; then
 		venv
 		"$python" -m pip install -q --no-compile "torch==$torch_version" \
-			"transformers==$transformers_version" "gguf==$gguf_version"
-		"$python" -c 'import gguf, torch, transformers'
+			"transformers==$transformers_version" "accelerate==$accelerate_version" \
+			"gguf==$gguf_version"
+		"$python" -c 'import accelerate, gguf, torch, transformers'
 		finish torch "$what"
 	fi
 	cp "$(dirname "${BASH_SOURCE[0]}")/hf_matkv.py" "$dir/hf_matkv.py"

@@ -58,6 +58,15 @@ pub enum ActivationsMut<'a> {
     Bf16(&'a mut [u16]),
 }
 
+/// `len` elements that are written before they are read: in a debug build none of them is one that
+/// was there before.
+pub fn resize<T: Copy>(x: &mut Vec<T>, len: usize, poison: T) {
+    if cfg!(debug_assertions) {
+        x.clear();
+    }
+    x.resize(len, poison);
+}
+
 impl Activations {
     /// `len` zeros.
     pub fn zeros(precision: Precision, len: usize) -> Self {
@@ -72,6 +81,14 @@ impl Activations {
         match precision {
             Precision::Exact => Self::F32(values.to_vec()),
             Precision::Bf16 => Self::Bf16(values.iter().map(|&x| to_bf16(x)).collect()),
+        }
+    }
+
+    /// `len` elements of any value, to be written; memory is used again.
+    pub fn resize(&mut self, len: usize) {
+        match self {
+            Self::F32(x) => resize(x, len, f32::NAN),
+            Self::Bf16(x) => resize(x, len, u16::MAX),
         }
     }
 

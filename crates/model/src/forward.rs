@@ -5,9 +5,11 @@
 //! reads is not computed: the last layer makes K and V of all rows, and the rest only of rows whose
 //! logits are wanted.
 
+use std::sync::{Mutex, PoisonError};
+
 use matkv_kernels::{
     Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,
-    append_rows, query_scale, rms_norm, rotate_heads, team,
+    append_rows, query_scale, resize, rms_norm, rotate_heads, team,
 };
 use matkv_types::{KvLayout, Precision};
 
@@ -17,6 +19,8 @@ use crate::weights::{Layer, LlamaWeights};
 
 /// Rows one parallel task takes; fewer rows run on the calling thread.
 const ROWS_PER_TASK: usize = 16;
+/// Most rows of a pass whose buffers are kept: as many as sequences are decoded together.
+const ROWS_KEPT: usize = 64;
 
 /// A token to compute, and where its K and V go in the sequence's own section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -133,27 +137,41 @@ impl Rotations {
     }
 }
 
-/// Results between matrix products, all rows together; memory every layer uses again.
-struct Buffers {
+/// Results between matrix products, all rows together; memory that every layer, and the next pass,
+/// uses again.
+pub(crate) struct Buffers {
+    x: Vec<f32>,
     normed: Input,
     qkv: Vec<f32>,
     keys: Vec<f32>,
     attended: Input,
     gate_up: Vec<f32>,
     gated: Input,
+    wanted: Input,
 }
 
 impl Buffers {
-    fn new(c: &LlamaConfig, w: &LlamaWeights, rows: usize) -> Self {
-        let width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
+    fn new(w: &LlamaWeights) -> Self {
         Self {
-            normed: Input::zeros(w.kept, rows * c.hidden),
-            qkv: vec![0.0; rows * width],
-            keys: vec![0.0; rows * c.kv_heads * c.head_dim],
-            attended: Input::zeros(w.kept, rows * c.heads * c.head_dim),
+            x: Vec::new(),
+            normed: Input::zeros(w.kept, 0),
+            qkv: Vec::new(),
+            keys: Vec::new(),
+            attended: Input::zeros(w.kept, 0),
             gate_up: Vec::new(),
-            gated: Input::zeros(w.kept, rows * c.ffn),
+            gated: Input::zeros(w.kept, 0),
+            wanted: Input::zeros(w.head_kept, 0),
         }
+    }
+
+    /// Room for so many rows.
+    fn fit(&mut self, c: &LlamaConfig, w: &LlamaWeights, rows: usize) {
+        let width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
+        self.normed.resize(rows * c.hidden);
+        resize(&mut self.qkv, rows * width, f32::NAN);
+        resize(&mut self.keys, rows * c.kv_heads * c.head_dim, f32::NAN);
+        self.attended.resize(rows * c.heads * c.head_dim);
+        self.gated.resize(rows * c.ffn);
     }
 
     /// `x += Wo · attended`, then `x += Wdown · (silu(Wgate · n) · (Wup · n))`, `n = norm(x)`.
@@ -162,6 +180,23 @@ impl Buffers {
         rms_norm(isa, x, &layer.ffn_norm, c.epsilon, &mut self.normed.values);
         layer.gate_up.product(isa, &mut self.normed, &mut self.gate_up, &mut self.gated);
         layer.down.add_product(isa, &mut self.gated, x);
+    }
+}
+
+/// The buffers of the last pass, unless it was a large one: steps of decoding follow each other.
+#[derive(Default)]
+pub(crate) struct LastBuffers(Mutex<Option<Buffers>>);
+
+impl LastBuffers {
+    fn take(&self, w: &LlamaWeights) -> Buffers {
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+        kept.unwrap_or_else(|| Buffers::new(w))
+    }
+
+    fn put(&self, buffers: Buffers, rows: usize) {
+        if rows <= ROWS_KEPT {
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(buffers);
+        }
     }
 }
 
@@ -184,14 +219,20 @@ struct Pass<'a> {
 /// written.
 pub(crate) fn forward(
     arithmetic: Arithmetic,
-    c: &LlamaConfig,
-    w: &LlamaWeights,
+    (c, w): (&LlamaConfig, &LlamaWeights),
+    last: &LastBuffers,
     steps: &mut [Step<'_>],
     go_on: &mut dyn FnMut(usize) -> bool,
 ) -> Option<Vec<Vec<f32>>> {
-    let mut pass = Pass::new(arithmetic, c, w, steps);
-    let x = pass.run(steps, go_on)?;
-    Some(pass.logits(&x))
+    let rows = steps.iter().map(|s| s.rows.len()).sum();
+    let mut pass = Pass::new(arithmetic, (c, w), last.take(w), steps);
+    let logits = pass.run(steps, go_on).map(|x| {
+        let logits = pass.logits(&x);
+        pass.buffers.x = x;
+        logits
+    });
+    last.put(pass.buffers, rows);
+    logits
 }
 
 /// Runs a step, and returns for each of its segments what each row is attended to by the step's
@@ -205,7 +246,7 @@ pub(crate) fn forward_attended(
 ) -> Option<Vec<Vec<f32>>> {
     let zeros = step.segments.iter().map(|s| vec![0.0; s.rows]).collect();
     let mut steps = [step];
-    let mut pass = Pass::new(arithmetic, c, w, &steps);
+    let mut pass = Pass::new(arithmetic, (c, w), Buffers::new(w), &steps);
     pass.attended = Some(zeros);
     pass.run(&mut steps, go_on)?;
     pass.attended
@@ -220,12 +261,12 @@ fn embed(embedding: &Linear, token: u32, x: &mut Vec<f32>) {
 impl<'a> Pass<'a> {
     fn new(
         Arithmetic { isa, precision }: Arithmetic,
-        c: &'a LlamaConfig,
-        w: &'a LlamaWeights,
+        (c, w): (&'a LlamaConfig, &'a LlamaWeights),
+        mut buffers: Buffers,
         steps: &[Step<'a>],
     ) -> Self {
         let rows: usize = steps.iter().map(|s| s.rows.len()).sum();
-        let buffers = Buffers::new(c, w, rows);
+        buffers.fit(c, w, rows);
         let rotations: Vec<_> = steps.iter().map(|step| Rotations::new(c, step)).collect();
         let jobs = steps.iter().zip(&rotations).map(|(step, rotations)| rotations.job(step));
         Self {
@@ -251,7 +292,8 @@ impl<'a> Pass<'a> {
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut(usize) -> bool,
     ) -> Option<Vec<f32>> {
-        let mut x: Vec<f32> = Vec::new();
+        let mut x = std::mem::take(&mut self.buffers.x);
+        x.clear();
         for row in steps.iter().flat_map(|s| s.rows) {
             embed(&self.w.ends.embedding, row.token, &mut x);
         }
@@ -364,7 +406,8 @@ impl<'a> Pass<'a> {
             return out;
         }
         let input = |r: usize| LayerInput { own: wanted[r].0, queries: &wanted[r].1 };
-        let mut buffers = Buffers::new(c, self.w, wanted.len());
+        let mut buffers = Buffers::new(self.w);
+        buffers.fit(c, self.w, wanted.len());
         let mut attention = Attention::new(self.isa, self.precision, c.heads, jobs);
         attention.run(i, input, buffers.attended.values.as_mut());
         buffers.finish_layer(self.isa, c, layer, &mut out);
@@ -372,13 +415,16 @@ impl<'a> Pass<'a> {
     }
 
     /// Logits of rows that have gone through all layers.
-    fn logits(&self, x: &[f32]) -> Vec<Vec<f32>> {
-        let c = self.c;
-        let mut normed = Input::zeros(self.w.head_kept, x.len());
-        rms_norm(self.isa, x, &self.w.norm, c.epsilon, &mut normed.values);
-        let head = self.w.ends.head();
+    fn logits(&mut self, x: &[f32]) -> Vec<Vec<f32>> {
+        let (c, head, wanted) = (self.c, self.w.ends.head(), &mut self.buffers.wanted);
+        wanted.resize(x.len());
+        rms_norm(self.isa, x, &self.w.norm, c.epsilon, &mut wanted.values);
         let mut out = vec![0.0; x.len() / c.hidden * head.padded_n()];
-        head.product(self.isa, &mut normed, &mut out);
+        head.product(self.isa, wanted, &mut out);
+        if x.len() == c.hidden {
+            out.truncate(c.vocab);
+            return vec![out];
+        }
         out.chunks_exact(head.padded_n()).map(|row| row[..c.vocab].to_vec()).collect()
     }
 }

@@ -8,7 +8,7 @@ use matkv_types::{Digest, Fingerprint, KvShape, LengthPrefixedHasher, Precision}
 use crate::config::LlamaConfig;
 use crate::digest::file_digest;
 use crate::error::{ModelError, Result};
-use crate::forward::{Arithmetic, Step, forward, forward_attended};
+use crate::forward::{Arithmetic, LastBuffers, Step, forward, forward_attended};
 use crate::gguf::Gguf;
 use crate::prompt::{self, Frame, Message};
 use crate::template::ChatTemplate;
@@ -47,6 +47,7 @@ pub struct LanguageModel {
     digest: Digest,
     isa: Isa,
     precision: Precision,
+    buffers: LastBuffers,
 }
 
 /// A model file whose header can be served: known before its weights are read.
@@ -123,7 +124,8 @@ impl LanguageModel {
         // What opening took for a moment: tensors on their way, the tokenizer's texts.
         matkv_sys::trim_heap();
         let isa = Isa::detect();
-        Ok(Self { config, tokenizer, template, weights, digest, isa, precision })
+        let buffers = LastBuffers::default();
+        Ok(Self { config, tokenizer, template, weights, digest, isa, precision, buffers })
     }
 
     /// What decides the size of this model's KV.
@@ -194,7 +196,7 @@ impl LanguageModel {
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut(usize) -> bool,
     ) -> Option<Vec<Vec<f32>>> {
-        forward(self.arithmetic(), &self.config, &self.weights, steps, go_on)
+        forward(self.arithmetic(), (&self.config, &self.weights), &self.buffers, steps, go_on)
     }
 
     /// Runs a step and says what its rows attend to: for each of its segments one value a row,

@@ -221,6 +221,11 @@ impl Input {
         Self { values: Activations::zeros(precision, len), rows: QuantRows::default() }
     }
 
+    /// `len` elements of any value, to be written; memory is used again.
+    pub fn resize(&mut self, len: usize) {
+        self.values.resize(len);
+    }
+
     fn quantized(&mut self, isa: Isa, k: usize) -> &QuantRows {
         if let Activations::F32(values) = &self.values {
             self.rows.quantize(isa, values, k);

@@ -29,6 +29,8 @@ impl Script {
     fn start(peers: &Path, job: &Path, threads: usize) -> anyhow::Result<Self> {
         let mut command = Command::new(peers.join("venv/bin/python"));
         command.arg(peers.join("hf_matkv.py")).arg(job).env("OMP_NUM_THREADS", threads.to_string());
+        // What it prints while it reads the model.
+        command.envs([("TQDM_DISABLE", "1"), ("TRANSFORMERS_VERBOSITY", "error")]);
         let mut running = Running::with_pipes(&mut command)?;
         let (input, output) = running.pipes().context("the script has no pipes")?;
         Ok(Self { _running: running, input, output: BufReader::new(output) })

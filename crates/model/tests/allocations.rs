@@ -1,0 +1,80 @@
+//! A step of decoding asks for memory for its plan and its logits, not for every layer.
+#![expect(clippy::unwrap_used, reason = "a failed unwrap is a failed test")]
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use candle_core::quantized::GgmlDType;
+use matkv_model::{ForwardRow, LanguageModel, Phase, Segment, Source, Step, Team};
+use matkv_testkit::TinyModel;
+use matkv_types::{KvDtype, KvLayout, Precision};
+
+/// The system's allocator, and how often and for how much it was asked.
+struct Counting;
+
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+static BYTES: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: the system's, which it is for every call; growing is its `realloc`'s default, counted as
+// one call of `alloc`.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        CALLS.fetch_add(1, Ordering::Relaxed);
+        BYTES.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: forwarded.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
+        // SAFETY: forwarded.
+        unsafe { System.dealloc(at, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Calls and bytes of one step over 600 stored rows, after others.
+fn of_a_step(model: &LanguageModel) -> (usize, usize) {
+    let shape = model.kv_shape();
+    let (stored, own) =
+        (KvLayout::new(shape, KvDtype::Int8, 600), KvLayout::new(shape, KvDtype::Bf16, 16));
+    let slot = vec![0; stored.total_bytes()];
+    let mut section = vec![0; own.total_bytes()];
+    let mut last = (0, 0);
+    // Alone, so that every buffer of a thread has been made by the steps before.
+    let team = Team::new(1, "test").unwrap();
+    for i in 0..4 {
+        let rows = [ForwardRow { token: 5, position: 600 + i, row: i }];
+        let run =
+            |source, rows, position| Segment { source, first_row: 0, rows, position, shift: 0 };
+        let segments = [run(Source::Slot(&slot, stored), 600, 0), run(Source::Own, i + 1, 600)];
+        let step = Step {
+            rows: &rows,
+            segments: &segments,
+            own: &mut section,
+            own_layout: own,
+            logits: true,
+        };
+        let before = (CALLS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
+        let logits = team.install(|| model.forward(&mut [step]));
+        let after = (CALLS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
+        last = (after.0 - before.0, after.1 - before.1 - 4 * logits[0].len());
+    }
+    last
+}
+
+#[test]
+fn a_step_allocates_as_often_for_many_layers_as_for_one() {
+    let model = |layers, ffn| {
+        let model = TinyModel { layers, ffn, matrices: GgmlDType::Q8_0, ..TinyModel::default() };
+        let (_dir, path) = common::written(&model);
+        LanguageModel::open_for(&path, None, Precision::Bf16, Phase::Decode).unwrap()
+    };
+    let one = of_a_step(&model(1, 256));
+    assert_eq!(one, of_a_step(&model(8, 256)), "of eight layers");
+    assert_eq!(one, of_a_step(&model(1, 2048)), "of a wider one");
+    assert!(one.0 < 40 && one.1 < 16 << 10, "calls and bytes beside the logits: {one:?}");
+}
