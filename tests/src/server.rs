@@ -1,6 +1,7 @@
 //! `matkv up` and its two processes, in directories of their own.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use matkv_api::Client;
@@ -154,9 +155,18 @@ impl Home {
 
     /// Runs `matkv` to its end with these directories.
     pub fn matkv(&self, settings: &[&str], arguments: &[&str]) -> Output {
+        run_with_input(self.command(settings, arguments), b"")
+    }
+
+    /// Starts `matkv` with these directories.
+    pub fn start(&self, settings: &[&str], arguments: &[&str]) -> Running {
+        Running::start(self.command(settings, arguments))
+    }
+
+    fn command(&self, settings: &[&str], arguments: &[&str]) -> Command {
         let mut command = process::matkv(&self.settings(settings));
         command.args(arguments);
-        run_with_input(command, b"")
+        command
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use matkv_tests::{Home, Output, text};
+use matkv_tests::{Home, Output, signal, text, until};
 use serde_json::Value;
 
 /// Six documents of a chunk or two, and three questions.
@@ -43,45 +43,103 @@ fn figures(output: &Output) -> BTreeMap<String, f64> {
     list.iter().map(figure).collect()
 }
 
-fn bench(home: &Home, settings: &[&str], arguments: &[&str]) -> Output {
-    let mut all = vec!["--format", "json", "bench"];
-    all.extend(arguments);
-    home.matkv(settings, &all)
+/// A load is waited for, however slow the disk is.
+const SETTINGS: [&str; 2] = ["arena.size=256MiB", "io.patience=0"];
+
+fn bench(home: &Home, arguments: &[&str]) -> Output {
+    home.matkv(&SETTINGS, &[&["--format", "json", "bench"], arguments].concat())
 }
 
 #[test]
-fn e2e_measures_every_combination() {
+fn e2e_measures_every_tier_and_batch() {
     if Home::models().is_none() {
         return;
     }
     let (home, corpus) = (Home::new(), Corpus::new());
     let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
     let mut arguments = vec!["e2e", "--corpus", &documents, "--questions", &questions];
-    arguments.extend(["--mode", "linked(32)", "--batch", "1,3", "--tier", "arena,flash,cold"]);
-    arguments.extend(["--encoding", "int8,int4+zstd", "--max-new-tokens", "2", "--top-k", "2"]);
-    let output = bench(&home, &["arena.size=256MiB"], &arguments);
-    let found = figures(&output);
-    for encoding in ["int8", "int4+zstd"] {
-        assert_eq!(found[&format!("documents[{encoding}]")], 6.0);
-        for tier in ["arena", "flash", "cold"] {
-            for batch in ["batch 1", "batch 3"] {
-                for mode in ["vanilla", "linked(32)"] {
-                    let of = format!("[{mode},{encoding},{tier},{batch}]");
-                    assert!(found[&format!("ttft_ms{of}")] > 0.0);
-                    assert!(found[&format!("ttft_ms_p99{of}")] >= found[&format!("ttft_ms{of}")]);
-                    assert!(found[&format!("requests_per_s{of}")] > 0.0);
-                }
-                let of = format!("[linked(32),{encoding},{tier},{batch}]");
-                let share = found[&format!("from_tier_share{of}")];
+    arguments.extend([
+        "--mode",
+        "linked(32)",
+        "--mode",
+        "exact",
+        "--batch",
+        "1,2",
+        "--tier",
+        "cold,flash,arena",
+    ]);
+    arguments.extend(["--max-new-tokens", "2", "--top-k", "2"]);
+    let found = figures(&bench(&home, &arguments));
+    assert_eq!(found["documents"], 6.0);
+    for tier in ["arena", "flash", "cold"] {
+        for batch in ["batch 1", "batch 2"] {
+            for mode in ["vanilla", "linked(32)", "exact"] {
+                let of = format!("[{mode},{tier},{batch}]");
+                assert!(found[&format!("ttft_ms{of}")] > 0.0);
+                assert!(found[&format!("ttft_ms_p99{of}")] >= found[&format!("ttft_ms{of}")]);
+                assert!(found[&format!("requests_per_s{of}")] > 0.0);
+            }
+            for mode in ["linked(32)", "exact"] {
+                let share = found[&format!("from_tier_share[{mode},{tier},{batch}]")];
                 // Of requests at once, one may find in the arena what another has loaded.
-                assert!(share == 1.0 || batch == "batch 3" && share > 0.0, "{of}: {share}");
+                let all = share == 1.0 || batch == "batch 2" && share > 0.0;
+                assert!(all, "{mode}, {tier}, {batch}: {share}");
             }
         }
     }
-    let smaller = found["chunk_file_bytes[int4+zstd]"] < found["chunk_file_bytes[int8]"];
-    assert!(smaller, "each encoding has a store of its own");
-    let wrong = bench(&home, &[], &["e2e", "--corpus", "x", "--questions", "x", "--batch", "65"]);
-    assert!(wrong.code != Some(0) && wrong.err.contains("--batch must be 1 to 64"), "{wrong:?}");
+    for (wrong, why) in [
+        (["--batch", "65"], "--batch must be 1 to 64"),
+        (["--count", "0"], "--count must be at least 1"),
+        (["--top-k", "0"], "--top-k must be at least 1"),
+        (["--encoding", "int7"], "int7"),
+    ] {
+        let output = bench(&home, &[&arguments[..5], &wrong].concat());
+        assert!(output.code != Some(0) && output.err.contains(why), "{output:?}");
+    }
+}
+
+#[test]
+fn e2e_measures_every_encoding_and_overlap() {
+    if Home::models().is_none() {
+        return;
+    }
+    let (home, corpus) = (Home::new(), Corpus::new());
+    let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
+    let mut arguments = vec!["e2e", "--corpus", &documents, "--questions", &questions];
+    arguments.extend(["--encoding", "int8,int4+zstd", "--overlap", "on,off"]);
+    arguments.extend(["--max-new-tokens", "2", "--count", "1"]);
+    let found = figures(&bench(&home, &arguments));
+    for encoding in ["int8", "int4+zstd"] {
+        for overlap in ["overlap", "no overlap"] {
+            assert_eq!(found[&format!("documents[{encoding},{overlap}]")], 6.0);
+            for mode in ["vanilla", "linked(32)", "independent"] {
+                assert!(found[&format!("total_ms[{mode},{encoding},{overlap}]")] > 0.0);
+            }
+        }
+    }
+    let bytes = |encoding| found[&format!("chunk_file_bytes[{encoding},overlap]")];
+    assert!(bytes("int4+zstd") < bytes("int8"), "each encoding has a store of its own");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_interrupted_e2e_says_what_it_has_measured() {
+    if Home::models().is_none() {
+        return;
+    }
+    let (home, corpus) = (Home::new(), Corpus::new());
+    let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
+    let mut arguments = vec!["--format", "json", "bench", "e2e"];
+    arguments.extend(["--corpus", &documents, "--questions", &questions]);
+    arguments.extend(["--max-new-tokens", "200", "--mode", "linked(32)"]);
+    let mut running = home.start(&SETTINGS, &arguments);
+    until("a question is answered", async || running.err().contains("question 1/3").then_some(()))
+        .await;
+    signal("INT", &[running.pid()]);
+    let output = until("it ends", async || running.ended()).await;
+    assert!(output.err.contains("interrupted"), "{output:?}");
+    assert!(!output.err.contains("question 3/3"), "it was not interrupted: {output:?}");
+    let found = figures(&output);
+    assert!(found["ttft_ms[vanilla]"] > 0.0 && found["ttft_ms[linked(32)]"] > 0.0);
 }
 
 #[test]
@@ -93,16 +151,17 @@ fn the_papers_tables_are_printed_beside_the_published_figures() {
     let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
     let mut arguments = vec!["bench", "report", "--paper", "--corpus", &documents];
     arguments.extend(["--questions", &questions, "--batch", "1,2", "--count", "2"]);
-    let output = home.matkv(&["arena.size=256MiB"], &arguments);
+    let output = home.matkv(&SETTINGS, &arguments);
     assert_eq!(output.code, Some(0), "{output:?}");
-    let lines: Vec<Vec<&str>> =
-        output.out.lines().map(|l| l.split_whitespace().collect()).collect();
+    let lines = output.out.lines().map(|l| l.split_whitespace().collect::<Vec<_>>());
+    // Below the heading, which begins with a number, too.
+    let lines: Vec<_> = lines.skip(1).collect();
     let row = |first: &[&str]| lines.iter().find(|l| l.starts_with(first)).map_or(0, Vec::len);
     for (first, cells) in [
         (["end", "to"].as_slice(), 11),
-        (&["1"], 8),
-        (&["2"], 8),
-        (&["8,", "published", "546"], 9),
+        (&["1"], 9),
+        (&["2"], 9),
+        (&["8,", "published", "546.0"], 10),
         (&["memory", "(arena)"], 4),
         (&["flash,", "O_DIRECT"], 4),
         (&["cold", "tier"], 4),
@@ -119,13 +178,13 @@ fn the_model_alone_is_held_against_the_machine() {
     }
     let home = Home::new();
     let prefill = ["prefill", "--tokens", "40,300", "--rounds", "1"];
-    let found = figures(&bench(&home, &[], &prefill));
+    let found = figures(&bench(&home, &prefill));
     let names: Vec<&str> = found.keys().map(String::as_str).collect();
     let wanted = ["over_floor[300]", "over_floor[40]", "tokens_per_s[300]", "tokens_per_s[40]"];
     assert_eq!(names, wanted.map(|n| format!("prefill_{n}")));
     let decode =
         ["decode", "--context", "32,2048", "--batch", "1,2", "--steps", "2", "--rounds", "1"];
-    let found = figures(&bench(&home, &[], &decode));
+    let found = figures(&bench(&home, &decode));
     for context in [32, 2048] {
         for batch in [1, 2] {
             let of = format!("[{context},batch {batch}]");
@@ -134,6 +193,6 @@ fn the_model_alone_is_held_against_the_machine() {
             assert!(found[&format!("decode_tokens_per_s{of}")] > 0.0);
         }
     }
-    let wrong = bench(&home, &[], &["decode", "--context", "1500"]);
+    let wrong = bench(&home, &["decode", "--context", "1500"]);
     assert!(wrong.code != Some(0) && wrong.err.contains("whole chunks of 1024"), "{wrong:?}");
 }

@@ -30,7 +30,11 @@ pub async fn run(
 ) -> anyhow::Result<ExitCode> {
     let mut notes = Vec::new();
     let (name, figures) = match command {
-        BenchCommand::E2e(o) => ("e2e", bench_e2e::run(resolved, o, &mut notes).await),
+        BenchCommand::E2e(o) => {
+            let (figures, complete) = bench_e2e::run(resolved, o, &mut notes).await?;
+            show(resolved, "e2e", &figures, &notes, format)?;
+            return Ok(status(complete));
+        }
         BenchCommand::Cold(o) => {
             let measure = async |client| cold(client, o, &mut notes).await;
             ("cold", with_pair(resolved, o.store.as_deref(), measure).await)
@@ -47,7 +51,7 @@ pub async fn run(
         BenchCommand::Peers(o) => {
             let outcome = peers::run(resolved, o, &mut notes).await?;
             show(resolved, "peers", &outcome.figures, &notes, format)?;
-            return Ok(if outcome.complete { ExitCode::SUCCESS } else { ExitCode::FAILURE });
+            return Ok(status(outcome.complete));
         }
         BenchCommand::Throughput(o) => {
             let measure = async |client| throughput::run(client, o, &mut notes).await;
@@ -60,6 +64,10 @@ pub async fn run(
         BenchCommand::Report(o) => return report::run(o),
     };
     show(resolved, name, &figures?, &notes, format)
+}
+
+fn status(complete: bool) -> ExitCode {
+    if complete { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// Measures a pair of processes of its own.

@@ -1,6 +1,7 @@
 //! `matkv bench e2e`: a corpus ingested, questions asked in every mode, alternated; once for every
 //! combination of encoding, chunk size, overlap, tier, chunks, answer length and requests at once.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -8,8 +9,7 @@ use anyhow::{Context, ensure};
 use clap::ValueEnum;
 use matkv_api::Client;
 use matkv_api::v1::{
-    ChunkRequest, GenerateRequest, GetStatusRequest, GetStatusResponse, IngestSummary,
-    MoveChunkRequest,
+    GenerateRequest, GetStatusRequest, GetStatusResponse, IngestSummary, MoveChunkRequest,
 };
 use matkv_config::{Config, Resolved};
 use matkv_loader_core::process::evict_page_cache;
@@ -77,7 +77,8 @@ pub enum Tier {
     Arena,
     /// On flash, read with O_DIRECT.
     Flash,
-    /// In the cold tier, a directory unless cold.url is set; its page cache evicted.
+    /// In a cold tier in a directory, its page cache evicted; in the encoding asked for, or
+    /// cold.dtype and cold.codec.
     Cold,
 }
 
@@ -132,15 +133,40 @@ pub struct Run {
 pub struct Measured {
     pub setup: Setup,
     pub case: Case,
-    /// Of each mode.
+    /// Of each mode; after an interruption of fewer questions.
     pub runs: Vec<Run>,
     /// What was ingested; of the first case of a setup.
     corpus: Vec<Figure>,
 }
 
-/// The part of a name that says which of several values this is.
-fn label<T>(all: &[T], name: String) -> Option<String> {
-    (all.len() > 1).then_some(name)
+/// The part of a name that says which value this is, if it is one of several or not the default.
+fn label<T: PartialEq>(all: &[T], default: Option<T>, name: String) -> Option<String> {
+    (all.len() > 1 || default.is_some_and(|d| all != [d])).then_some(name)
+}
+
+/// What every pair is started with: nothing of it is kept where the configured one's is.
+fn settings(o: &E2eOptions, store: &Path) -> anyhow::Result<Vec<(&'static str, String)>> {
+    let most = o.batch.iter().copied().max().unwrap_or(1);
+    let mut out = vec![
+        ("log.level", "warn".to_owned()),
+        ("pipeline.queue", BATCH_MAX.to_string()),
+        ("storage.type", "single".to_owned()),
+        ("storage.dirs", String::new()),
+        ("cold.url", String::new()),
+    ];
+    if most > 1 {
+        out.push(("pipeline.batch_size", most.to_string()));
+        // As many rows as they may have.
+        out.push(("pipeline.batch_tokens", (1 << 30).to_string()));
+    }
+    if o.tier.contains(&Tier::Cold) {
+        let cold = std::path::absolute(store.join("cold"))?;
+        std::fs::create_dir_all(&cold)?;
+        out.push(("cold.url", format!("file://{}", cold.display())));
+        // What is used again and again would be brought back to flash meanwhile.
+        out.push(("heat.threshold", "1e9".to_owned()));
+    }
+    Ok(out)
 }
 
 fn setups(o: &E2eOptions) -> anyhow::Result<Vec<Setup>> {
@@ -148,38 +174,32 @@ fn setups(o: &E2eOptions) -> anyhow::Result<Vec<Setup>> {
         if all.is_empty() { vec![None] } else { all.iter().copied().map(Some).collect() }
     }
     let encodings: Vec<&str> = o.encoding.iter().map(String::as_str).collect();
-    let most = o.batch.iter().copied().max().unwrap_or(1);
     let mut out = Vec::new();
     for encoding in or_absent(&encodings) {
         for size in or_absent(&o.chunk_size) {
             for overlap in or_absent(&o.overlap) {
                 let (mut names, mut store) = (Vec::new(), Vec::new());
-                let mut settings = vec![
-                    ("log.level", "warn".to_owned()),
-                    ("pipeline.queue", BATCH_MAX.to_string()),
-                ];
-                if most > 1 {
-                    settings.push(("pipeline.batch_size", most.to_string()));
-                }
+                let mut settings = Vec::new();
                 if let Some(encoding) = encoding {
                     let (dtype, codec) = encoding.split_once('+').unwrap_or((encoding, "none"));
                     let dtype: KvDtype = dtype.parse()?;
                     let codec: Codec = codec.parse()?;
                     settings.push(("storage.dtype", dtype.to_string()));
                     settings.push(("storage.codec", codec.to_string()));
+                    settings.push(("cold.dtype", dtype.to_string()));
+                    settings.push(("cold.codec", codec.to_string()));
                     store.push(encoding.to_owned());
-                    names.extend(label(&o.encoding, encoding.to_owned()));
+                    names.push(encoding.to_owned());
                 }
                 if let Some(size) = size {
                     settings.push(("chunker.chunk_size", size.to_string()));
                     store.push(size.to_string());
-                    names.extend(label(&o.chunk_size, format!("chunks of {size}")));
+                    names.push(format!("chunks of {size}"));
                 }
                 if let Some(overlap) = overlap {
                     let on = overlap == Overlap::On;
                     settings.push(("pipeline.overlap", on.to_string()));
-                    let name = if on { "overlap" } else { "no overlap" };
-                    names.extend(label(&o.overlap, name.to_owned()));
+                    names.push(if on { "overlap" } else { "no overlap" }.to_owned());
                 }
                 out.push(Setup { overlap, label: names, settings, store: store.join("-") });
             }
@@ -195,10 +215,10 @@ fn cases(o: &E2eOptions) -> Vec<Case> {
             for &answer in &o.max_new_tokens {
                 for &batch in &o.batch {
                     let label = [
-                        label(&o.tier, tier.name().to_owned()),
-                        label(&o.top_k, format!("top {top_k}")),
-                        label(&o.max_new_tokens, format!("{answer} tokens")),
-                        label(&o.batch, format!("batch {batch}")),
+                        label(&o.tier, Some(Tier::Flash), tier.name().to_owned()),
+                        label(&o.top_k, Some(4), format!("top {top_k}")),
+                        label(&o.max_new_tokens, Some(32), format!("{answer} tokens")),
+                        label(&o.batch, Some(1), format!("batch {batch}")),
                     ];
                     let label = label.into_iter().flatten().collect();
                     out.push(Case { label, tier, top_k, answer, batch });
@@ -209,31 +229,58 @@ fn cases(o: &E2eOptions) -> Vec<Case> {
     out
 }
 
-/// `vanilla`, and what it is compared with.
+/// What has been measured, and what ended it before its end.
+pub type Outcome = (Vec<Measured>, Option<anyhow::Error>);
+
+/// `vanilla`, and what it is compared with; whether all has been measured.
 pub async fn run(
     resolved: &Resolved,
     o: &E2eOptions,
     notes: &mut Vec<String>,
-) -> anyhow::Result<Vec<Figure>> {
+) -> anyhow::Result<(Vec<Figure>, bool)> {
+    ensure!(o.mode.iter().all(|m| m != "vanilla"), "--mode: vanilla is always measured");
     let answers = o.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
     let modes: Vec<String> =
         std::iter::once("vanilla".to_owned()).chain(o.mode.iter().cloned()).collect();
     let meter = Meter::find();
+    let (measured, error) = measure(resolved, o, &modes, meter.as_ref().ok()).await?;
     let mut out = Vec::new();
-    for Measured { setup, case, runs, corpus } in
-        measure(resolved, o, &modes, meter.as_ref().ok()).await?
-    {
+    for Measured { setup, case, runs, corpus } in measured {
         let label: Vec<_> = setup.label.into_iter().chain(case.label).collect();
         out.extend(corpus);
         out.extend(case_figures((&modes, &runs), case.tier, &label, answers.as_deref()));
     }
     notes.push(
-        "files read with O_DIRECT; modes alternated per question, or per group of requests at \
-         once; encodings, sizes and overlap one after the other"
+        "modes alternated per question, or per group of requests at once; encodings, sizes and \
+         overlap one after the other; flash read with O_DIRECT, cold files evicted from the page \
+         cache"
             .into(),
     );
     notes.push(energy::note(&meter));
-    Ok(out)
+    if let Some(e) = &error {
+        notes.push(format!("not all of it: {e:#}"));
+    }
+    Ok((out, error.is_none()))
+}
+
+/// Questions in groups that are asked at once.
+fn checked(o: &E2eOptions) -> anyhow::Result<Vec<String>> {
+    let most = o.batch.iter().copied().max().unwrap_or(1);
+    ensure!(
+        o.batch.iter().all(|b| (1..=BATCH_MAX).contains(b)),
+        "--batch must be 1 to {BATCH_MAX}"
+    );
+    ensure!(o.count > 0, "--count must be at least 1");
+    ensure!(!o.top_k.contains(&0), "--top-k must be at least 1");
+    let mut questions = lines(&o.questions, "query")?;
+    ensure!(!questions.is_empty(), "{} has no questions", o.questions.display());
+    questions.truncate(o.count);
+    ensure!(
+        questions.len() >= most,
+        "{} questions are too few for --batch {most}",
+        questions.len()
+    );
+    Ok(questions)
 }
 
 /// Every setup and case, in these modes.
@@ -242,43 +289,39 @@ pub async fn measure(
     o: &E2eOptions,
     modes: &[String],
     meter: Option<&Meter>,
-) -> anyhow::Result<Vec<Measured>> {
-    let bounds = 1..=BATCH_MAX;
-    ensure!(o.batch.iter().all(|b| bounds.contains(b)), "--batch must be 1 to {BATCH_MAX}");
-    let questions = lines(&o.questions, "query")?;
-    ensure!(!questions.is_empty(), "{} has no questions", o.questions.display());
-    let questions = &questions[..o.count.min(questions.len())];
+) -> anyhow::Result<Outcome> {
+    let questions = &checked(o)?[..];
     // Beside the store, on the device that serves it; /tmp may be memory.
     let (root, _temporary) = place(resolved, o.store.as_deref())?;
     let (setups, cases) = (setups(o)?, cases(o));
     let mut out = Vec::new();
     for (i, setup) in setups.iter().enumerate() {
         let store = root.join(&setup.store);
-        let mut settings = setup.settings.clone();
-        if o.tier.contains(&Tier::Cold) && resolved.config.cold_url.is_empty() {
-            let cold = std::path::absolute(store.join("cold"))?;
-            std::fs::create_dir_all(&cold)?;
-            settings.push(("cold.url", format!("file://{}", cold.display())));
-        }
+        let mut settings = settings(o, &store)?;
+        settings.extend(setup.settings.iter().cloned());
         let measured = with_private(resolved, &store, &settings, async |client, config| {
             let summary = ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
             let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
             let mut corpus = corpus_figures(&status, &summary, &setup.label);
             let bench = Bench { client, config, questions, modes, meter };
-            let mut out = Vec::new();
             for (j, case) in cases.iter().enumerate() {
                 let (n, of) = (i * cases.len() + j + 1, setups.len() * cases.len());
                 let label: Vec<_> = setup.label.iter().chain(&case.label).cloned().collect();
                 eprintln!("{n}/{of} {}", label.join(", "));
-                let runs = bench.case(case).await?;
-                let (setup, case) = (setup.clone(), case.clone());
-                out.push(Measured { setup, case, runs, corpus: std::mem::take(&mut corpus) });
+                let runs = modes.iter().map(|_| Run::default()).collect();
+                let (setup, corpus) = (setup.clone(), std::mem::take(&mut corpus));
+                out.push(Measured { setup, case: case.clone(), runs, corpus });
+                let runs = out.last_mut().map(|m| &mut m.runs[..]).unwrap_or_default();
+                bench.case(case, runs).await?;
             }
-            Ok(out)
+            Ok(())
         });
-        out.extend(measured.await?);
+        if let Err(e) = measured.await {
+            out.retain(|m| m.runs.iter().all(|r| !r.answers.is_empty()));
+            return if out.is_empty() { Err(e) } else { Ok((out, Some(e))) };
+        }
     }
-    Ok(out)
+    Ok((out, None))
 }
 
 /// `name[mode,label]`.
@@ -320,27 +363,37 @@ struct Bench<'a> {
 
 impl Bench<'_> {
     /// Every mode on every question, as many at once as the case says.
-    async fn case(&self, case: &Case) -> anyhow::Result<Vec<Run>> {
+    async fn case(&self, case: &Case, runs: &mut [Run]) -> anyhow::Result<()> {
         let asked = self.questions;
-        let groups: Vec<&[String]> = asked.chunks(case.batch).collect();
+        // Whole groups: fewer at once would be something else.
+        let groups: Vec<&[String]> = asked.chunks_exact(case.batch).collect();
         // Warm-up: code pages, allocator, thread pools.
         generate(self.client.clone(), request(case, &asked[0], "matkv"), |_| Ok(())).await?;
-        let mut runs: Vec<Run> = self.modes.iter().map(|_| Run::default()).collect();
+        let mut moved = BTreeSet::new();
         for (i, group) in groups.iter().enumerate() {
             for step in 0..self.modes.len() {
                 // Each round begins with another mode, so that none is always first.
                 let m = (step + i) % self.modes.len();
-                self.bring(case, group).await?;
+                self.bring(case, group, &mut moved).await?;
                 self.group(case, group, &self.modes[m], &mut runs[m]).await?;
             }
-            eprintln!("question {}/{}", i * case.batch + group.len(), asked.len());
+            eprintln!("question {}/{}", (i + 1) * case.batch, asked.len());
         }
-        Ok(runs)
+        // Where the next case expects them.
+        for chunk in &moved {
+            self.move_to("flash", chunk).await?;
+        }
+        Ok(())
     }
 
-    /// Brings the chunks of these questions to where the case has them.
-    async fn bring(&self, case: &Case, group: &[String]) -> anyhow::Result<()> {
-        // Flash: the request itself empties the arena of its chunks.
+    /// Brings the chunks of these questions to where the case has them; flash is where they are, and
+    /// the request itself empties the arena of them.
+    async fn bring(
+        &self,
+        case: &Case,
+        group: &[String],
+        moved: &mut BTreeSet<String>,
+    ) -> anyhow::Result<()> {
         if case.tier == Tier::Flash {
             return Ok(());
         }
@@ -357,22 +410,21 @@ impl Bench<'_> {
         if case.tier == Tier::Arena {
             return Ok(());
         }
-        chunks.sort();
-        chunks.dedup();
-        let mut admin = matkv_api::connect_admin(&self.config.socket()).await?;
-        for chunk_id in chunks {
-            let request = ChunkRequest { chunk_id: chunk_id.clone() };
-            let chunk = admin.get_chunk(request).await.map_err(said)?.into_inner();
-            // Others may have moved before, and stayed there.
-            if chunk.placements.iter().any(|p| p.tier == "flash") {
-                let request = MoveChunkRequest { chunk_id, tier: "cold".into() };
-                admin.move_chunk(request).await.map_err(said)?;
+        for chunk in chunks {
+            if !moved.contains(&chunk) {
+                self.move_to("cold", &chunk).await?;
+                moved.insert(chunk);
             }
         }
-        match self.config.cold_url.strip_prefix("file://") {
-            Some(dir) => evict_files(Path::new(dir)),
-            None => Ok(()),
-        }
+        let dir = self.config.cold_url.strip_prefix("file://").context("a directory")?;
+        evict_files(Path::new(dir))
+    }
+
+    async fn move_to(&self, tier: &str, chunk: &str) -> anyhow::Result<()> {
+        let mut admin = matkv_api::connect_admin(&self.config.socket()).await?;
+        let request = MoveChunkRequest { chunk_id: chunk.to_owned(), tier: tier.to_owned() };
+        admin.move_chunk(request).await.map_err(said)?;
+        Ok(())
     }
 
     /// Requests that are all there at once.
@@ -385,16 +437,9 @@ impl Bench<'_> {
     ) -> anyhow::Result<()> {
         let joules = self.meter.map(Meter::start);
         let started = Instant::now();
-        let asked: Vec<_> = group
-            .iter()
-            .map(|q| {
-                let request = request(case, q, mode);
-                tokio::spawn(generate(self.client.clone(), request, |_| Ok(())))
-            })
-            .collect();
-        for answer in asked {
-            run.answers.push(answer.await.context("a request panicked")??);
-        }
+        let ask = |q: &String| generate(self.client.clone(), request(case, q, mode), |_| Ok(()));
+        // Not spawned: if one fails, or somebody presses Ctrl-C, the others are cancelled.
+        run.answers.extend(futures_util::future::try_join_all(group.iter().map(ask)).await?);
         run.seconds += started.elapsed().as_secs_f64();
         if let Some(joules) = joules {
             *run.joules.get_or_insert(0.0) += joules.stop();
@@ -435,11 +480,15 @@ fn case_figures(
     for (mode, run) in modes.iter().zip(runs) {
         out.extend(mode_figures(mode, run, label, gold));
         if mode != "vanilla" {
-            let used = run.answers.iter().flat_map(|a| &a.started.chunks);
-            let all = used.clone().count() as f64;
-            let there = used.filter(|c| c.source == tier.name()).count() as f64;
-            let name = named("from_tier_share", mode, label);
-            out.push(Figure::exact(name, there / all, "share"));
+            // Those that a mode has computed with the prompt come from nowhere.
+            let chunks = run.answers.iter().flat_map(|a| &a.started.chunks);
+            let used = chunks.filter(|c| c.source != "vanilla");
+            let all = used.clone().count();
+            let there = used.filter(|c| c.source == tier.name()).count();
+            if all > 0 {
+                let name = named("from_tier_share", mode, label);
+                out.push(Figure::exact(name, there as f64 / all as f64, "share"));
+            }
         }
     }
     let first = |m: usize| runs[m].answers.iter().map(|a| a.timings.first_token_ms);
@@ -448,7 +497,8 @@ fn case_figures(
         let name = named("ttft_vanilla_over_matkv", mode, label);
         out.push(Figure::median(name, &ratios, "ratio"));
         let name = named("seconds_vanilla_over_matkv", mode, label);
-        out.push(Figure::exact(name, runs[0].seconds / runs[m].seconds, "ratio"));
+        let each = |m: usize| runs[m].seconds / runs[m].answers.len() as f64;
+        out.push(Figure::exact(name, each(0) / each(m), "ratio"));
     }
     out
 }
@@ -458,7 +508,7 @@ fn mode_figures(mode: &str, run: &Run, label: &[String], gold: Option<&[String]>
     let of = |f: fn(&Answer) -> f64| answers.iter().map(f).collect::<Vec<f64>>();
     let named = |name: &str| named(name, mode, label);
     type Value = fn(&Answer) -> f64;
-    let phases: [(&str, Value, &'static str); 8] = [
+    let phases: [(&str, Value, &'static str); 9] = [
         ("ttft_ms", |a| a.timings.first_token_ms, "ms"),
         ("retrieve_ms", |a| a.timings.retrieve_ms, "ms"),
         ("load_ms", |a| a.timings.load_ms, "ms"),
@@ -467,6 +517,7 @@ fn mode_figures(mode: &str, run: &Run, label: &[String], gold: Option<&[String]>
         ("total_ms", |a| a.timings.total_ms, "ms"),
         ("prompt_tokens", |a| f64::from(a.usage.prompt_tokens), "tokens"),
         ("cached_tokens", |a| f64::from(a.usage.cached_tokens()), "tokens"),
+        ("answer_tokens", |a| f64::from(a.usage.completion_tokens), "tokens"),
     ];
     let mut out: Vec<Figure> =
         phases.iter().map(|(name, f, unit)| Figure::median(named(name), &of(*f), unit)).collect();

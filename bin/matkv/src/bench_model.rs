@@ -1,11 +1,12 @@
 //! `matkv bench prefill|decode`: the model alone, in this process, with the code that serves, and
 //! what the machine allows at the same time.
 
-use anyhow::{anyhow, ensure};
+use anyhow::ensure;
 use matkv_config::{Config, Resolved};
 use matkv_loader_core::measure::machine::{self, Memory};
 use matkv_loader_core::measure::speed::{Decoding, Speed};
 
+use crate::bench_store::own;
 use crate::demo::median;
 use crate::figures::Figure;
 
@@ -27,7 +28,7 @@ pub struct DecodeOptions {
     /// Stored rows each sequence attends to; beyond 1,024 whole chunks of 1,024
     #[arg(long, value_delimiter = ',', default_values_t = [64, 1024, 2048, 4096])]
     pub context: Vec<usize>,
-    /// Sequences decoded together; half of their chunks are the same
+    /// Sequences decoded together; the first half of their chunks, rounded down, are the same
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4, 8, 16, 32])]
     pub batch: Vec<usize>,
     /// Tokens decoded in a round
@@ -38,19 +39,15 @@ pub struct DecodeOptions {
     pub rounds: usize,
 }
 
-fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
-    result.map_err(|e| anyhow!("{e}"))
-}
-
-fn open(resolved: &Resolved) -> anyhow::Result<Speed> {
-    own(Speed::open(&resolved.config, Config::threads(resolved.config.loader_threads)))
+fn open(resolved: &Resolved, threads: usize) -> anyhow::Result<Speed> {
+    own(Speed::open(&resolved.config, Config::threads(threads)))
 }
 
 /// Full prefills of every length in every round, and the peak of the processor beside each.
 pub fn prefill(resolved: &Resolved, o: &PrefillOptions) -> anyhow::Result<Vec<Figure>> {
     ensure!(o.rounds > 0, "--rounds must be at least 1");
     ensure!(o.tokens.iter().all(|n| *n > 0), "--tokens must be at least 1");
-    let speed = open(resolved)?;
+    let speed = open(resolved, resolved.config.loader_threads)?;
     // Code pages and buffers.
     speed.prefill(o.tokens[0]);
     let (mut rates, mut floors) =
@@ -84,13 +81,20 @@ pub fn decode(
         let whole = *context > 0 && (*context <= CHUNK || context.is_multiple_of(CHUNK));
         ensure!(whole, "--context {context}: beyond {CHUNK} only whole chunks of {CHUNK}");
     }
-    let (speed, memory) = (open(resolved)?, own(Memory::new())?);
+    let speed = open(resolved, resolved.config.decoder_threads)?;
+    let memory = own(Memory::new())?;
     let mut out = Vec::new();
     for &context in &o.context {
         let (size, each) = (context.min(CHUNK), context.div_ceil(CHUNK));
         let most = o.batch.iter().copied().max().unwrap_or(1);
         let chunks = |batch| Decoding::chunks_of_shared(batch, each);
-        let decoding = own(Decoding::prepare(&speed, chunks(most), size))?;
+        let decoding = match Decoding::prepare(&speed, chunks(most), size) {
+            Ok(decoding) => decoding,
+            Err(e) => {
+                notes.push(format!("not measured over {context} rows: {e}"));
+                continue;
+            }
+        };
         let (mut rates, mut floors) =
             (vec![Vec::new(); o.batch.len()], vec![Vec::new(); o.batch.len()]);
         for _ in 0..o.rounds {

@@ -17,7 +17,7 @@ use crate::out::say;
 use crate::pair::{Pair, private};
 use crate::render::table;
 
-fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
+pub fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
     result.map_err(|e| anyhow!("{e}"))
 }
 

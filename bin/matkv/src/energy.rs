@@ -80,9 +80,10 @@ impl Meter {
                     let (mut joules, mut last) = (0.0, Instant::now());
                     loop {
                         let over = stopped.recv_timeout(PERIOD) != Err(RecvTimeoutError::Timeout);
-                        let watts = meter.watts().unwrap_or(0.0);
-                        joules += watts * last.elapsed().as_secs_f64();
-                        last = Instant::now();
+                        // Asking takes time of its own, which is not the measured one's.
+                        let now = Instant::now();
+                        joules += meter.watts().unwrap_or(0.0) * (now - last).as_secs_f64();
+                        last = now;
                         if over {
                             return joules;
                         }

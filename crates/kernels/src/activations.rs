@@ -60,7 +60,7 @@ pub enum ActivationsMut<'a> {
 
 /// `len` elements that are written before they are read: in a debug build none of them is one that
 /// was there before.
-pub fn resize<T: Copy>(x: &mut Vec<T>, len: usize, poison: T) {
+pub fn resize_unread<T: Copy>(x: &mut Vec<T>, len: usize, poison: T) {
     if cfg!(debug_assertions) {
         x.clear();
     }
@@ -87,8 +87,8 @@ impl Activations {
     /// `len` elements of any value, to be written; memory is used again.
     pub fn resize(&mut self, len: usize) {
         match self {
-            Self::F32(x) => resize(x, len, f32::NAN),
-            Self::Bf16(x) => resize(x, len, u16::MAX),
+            Self::F32(x) => resize_unread(x, len, f32::NAN),
+            Self::Bf16(x) => resize_unread(x, len, u16::MAX),
         }
     }
 

@@ -21,8 +21,8 @@ use crate::values::{next_keys, pv, weighted_sum};
 
 /// KV rows of a block: 256 bf16 rows of 64 dimensions are 32 KiB of K and of V.
 pub(crate) const BLOCK_ROWS: usize = 256;
-/// What is asked for of the next block's K while softmax leaves memory idle; the rest comes with
-/// the weighted sum.
+/// What is asked for of the next block's K while softmax leaves memory idle; the weighted sum asks
+/// for all of it.
 const NEXT_BYTES: usize = 8192;
 /// Largest head dimension. Sums over dimensions of products of bytes fit the 24 bits of an f32,
 /// sums over a block's rows of products of 16-bit weights and bytes fit 31 bits.

@@ -37,7 +37,7 @@ pub mod team;
 mod totals;
 mod values;
 
-pub use activations::{Activations, ActivationsMut, resize};
+pub use activations::{Activations, ActivationsMut, resize_unread};
 pub use attention::{
     Attention, AttentionJob, LayerInput, Layers, Section, SegmentView, query_scale,
 };

@@ -7,6 +7,7 @@
 
 use half::f16;
 
+use crate::activations::resize_unread;
 use crate::ahead::ahead;
 use crate::isa::{Isa, dispatch};
 use crate::lanes::{LANES, Lanes};
@@ -221,9 +222,9 @@ impl QuantRows {
     pub fn quantize(&mut self, isa: Isa, x: &[f32], k: usize) {
         assert!(k.is_multiple_of(QUANT_BLOCK) && x.len().is_multiple_of(k));
         self.k = k;
-        self.codes.resize(2 * x.len(), 0);
-        self.scales.resize(x.len() / QUANT_BLOCK, 0.0);
-        self.sums.resize(x.len() / QUANT_BLOCK, 0.0);
+        resize_unread(&mut self.codes, 2 * x.len(), i8::MIN);
+        resize_unread(&mut self.scales, x.len() / QUANT_BLOCK, f32::NAN);
+        resize_unread(&mut self.sums, x.len() / QUANT_BLOCK, f32::NAN);
         let (codes, scales, sums) = (&mut self.codes, &mut self.scales, &mut self.sums);
         // SAFETY: `codes` has twice the length of `x`, the others one element for each block of it.
         unsafe { quantize_blocks(isa, x, codes, scales, sums) };

@@ -71,7 +71,7 @@ unsafe fn copy_row<E: Elem>(
     }
 }
 
-/// The K of the next block, with every pair of rows of two vectors of V.
+/// The K of the next block, as much as the V that is read, with every pair of rows of two vectors.
 struct NextKeys;
 
 impl Meanwhile for NextKeys {
@@ -101,7 +101,8 @@ pub(crate) unsafe fn pv<L: Lanes, P: Product>(
 ) {
     let (m, dim) = (queries.visible.len(), queries.dim);
     for d in (0..dim).step_by(2 * LANES) {
-        let at = (d * BLOCK_ROWS + 4 * LANES * pairs.start) * size_of::<P::B>();
+        // One stripe behind the other; as much as this block has itself.
+        let at = 2 * d * pairs.len() * size_of::<P::B>();
         // SAFETY: V has the pairs, of `dim` columns each; weights and out have `m` rows.
         unsafe {
             micro::rows::<L, P, NextKeys, 2>(&Operands {

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use matkv_kernels::{
     Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,
-    append_rows, query_scale, resize, rms_norm, rotate_heads, team,
+    append_rows, query_scale, resize_unread, rms_norm, rotate_heads, team,
 };
 use matkv_types::{KvLayout, Precision};
 
@@ -168,8 +168,8 @@ impl Buffers {
     fn fit(&mut self, c: &LlamaConfig, w: &LlamaWeights, rows: usize) {
         let width = w.layers.first().map_or(0, |l| l.qkv.padded_n());
         self.normed.resize(rows * c.hidden);
-        resize(&mut self.qkv, rows * width, f32::NAN);
-        resize(&mut self.keys, rows * c.kv_heads * c.head_dim, f32::NAN);
+        resize_unread(&mut self.qkv, rows * width, f32::NAN);
+        resize_unread(&mut self.keys, rows * c.kv_heads * c.head_dim, f32::NAN);
         self.attended.resize(rows * c.heads * c.head_dim);
         self.gated.resize(rows * c.ffn);
     }

@@ -2,7 +2,7 @@
 
 use matkv_kernels::{
     Activations, ActivationsMut, Isa, PackedMatrix, QuantMatrix, QuantRows, SharedBytes, gate_rows,
-    gemm, gemm_add, gemm_gated, quant_gemm, quant_gemm_add,
+    gemm, gemm_add, gemm_gated, quant_gemm, quant_gemm_add, resize_unread,
 };
 use matkv_types::Precision;
 
@@ -193,7 +193,7 @@ impl GateUp {
             Self::Packed(gate, up) => gemm_gated(isa, &a.values, gate, up, &mut out.values),
             Self::Quant(w) => {
                 let rows = a.quantized(isa, w.k());
-                scratch.resize(rows.rows() * w.padded_n(), 0.0);
+                resize_unread(scratch, rows.rows() * w.padded_n(), f32::NAN);
                 quant_gemm(isa, rows, w, scratch);
                 if let ActivationsMut::F32(out) = out.values.as_mut() {
                     gate_rows(isa, scratch, w.n() / 2, out);

@@ -23,13 +23,10 @@ use matkv_loader_core::measure::machine;
 use matkv_loader_core::measure::speed::Speed;
 
 use crate::args::PeersOptions;
+use crate::bench_store::own;
 use crate::figures::Figure;
 use llama::Llama;
 use stop::Stop;
-
-fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
-    result.map_err(|e| anyhow!("{e}"))
-}
 
 /// What was measured, and whether that was all.
 pub struct Outcome {
