@@ -32,6 +32,10 @@ impl Corpus {
 /// What a benchmark prints: names and values.
 fn figures(output: &Output) -> BTreeMap<String, f64> {
     assert_eq!(output.code, Some(0), "{output:?}");
+    printed(output)
+}
+
+fn printed(output: &Output) -> BTreeMap<String, f64> {
     let json: Value = serde_json::from_str(&output.out).expect("JSON");
     let list = json["figures"].as_array().expect("a list");
     let figure = |f: &Value| {
@@ -74,13 +78,14 @@ fn e2e_measures_every_tier_and_batch() {
     for tier in ["arena", "flash", "cold"] {
         for batch in ["batch 1", "batch 2"] {
             for mode in ["vanilla", "linked(32)", "exact"] {
-                let of = format!("[{mode},{tier},{batch}]");
+                let of = format!("[{mode},{tier},top 2,2 tokens,{batch}]");
                 assert!(found[&format!("ttft_ms{of}")] > 0.0);
                 assert!(found[&format!("ttft_ms_p99{of}")] >= found[&format!("ttft_ms{of}")]);
                 assert!(found[&format!("requests_per_s{of}")] > 0.0);
             }
             for mode in ["linked(32)", "exact"] {
-                let share = found[&format!("from_tier_share[{mode},{tier},{batch}]")];
+                let share =
+                    found[&format!("from_tier_share[{mode},{tier},top 2,2 tokens,{batch}]")];
                 // Of requests at once, one may find in the arena what another has loaded.
                 let all = share == 1.0 || batch == "batch 2" && share > 0.0;
                 assert!(all, "{mode}, {tier}, {batch}: {share}");
@@ -113,7 +118,7 @@ fn e2e_measures_every_encoding_and_overlap() {
         for overlap in ["overlap", "no overlap"] {
             assert_eq!(found[&format!("documents[{encoding},{overlap}]")], 6.0);
             for mode in ["vanilla", "linked(32)", "independent"] {
-                assert!(found[&format!("total_ms[{mode},{encoding},{overlap}]")] > 0.0);
+                assert!(found[&format!("total_ms[{mode},{encoding},{overlap},2 tokens]")] > 0.0);
             }
         }
     }
@@ -136,10 +141,12 @@ async fn an_interrupted_e2e_says_what_it_has_measured() {
         .await;
     signal("INT", &[running.pid()]);
     let output = until("it ends", async || running.ended()).await;
-    assert!(output.err.contains("interrupted"), "{output:?}");
+    assert_eq!(output.code, Some(1), "{output:?}");
+    assert!(output.out.contains("not all of it: interrupted"), "{output:?}");
     assert!(!output.err.contains("question 3/3"), "it was not interrupted: {output:?}");
-    let found = figures(&output);
-    assert!(found["ttft_ms[vanilla]"] > 0.0 && found["ttft_ms[linked(32)]"] > 0.0);
+    let found = printed(&output);
+    let of = |mode: &str| found[&format!("answer_tokens[{mode},200 tokens]")];
+    assert!(of("vanilla") > 0.0 && of("linked(32)") > 0.0);
 }
 
 #[test]
