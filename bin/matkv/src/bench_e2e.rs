@@ -386,8 +386,8 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Brings the chunks of these questions to where the case has them; flash is where they are, and
-    /// the request itself empties the arena of them.
+    /// Brings the chunks of these questions to where the case has them; on flash they are already,
+    /// and the request itself empties the arena of them.
     async fn bring(
         &self,
         case: &Case,
