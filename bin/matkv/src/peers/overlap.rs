@@ -5,11 +5,11 @@ use std::time::Instant;
 
 use anyhow::{Context, ensure};
 use matkv_api::Client;
-use matkv_api::v1::GenerateRequest;
+use matkv_api::v1::{GenerateRequest, GetStatusRequest};
 
 use super::Bench;
 use super::model::CHUNK;
-use super::workload::{Corpus, pieces};
+use super::workload::{Corpus, pieces, ticks};
 use crate::ask::{Answer, generate};
 use crate::bench::ingest_all;
 use crate::figures::Figure;
@@ -25,20 +25,27 @@ const STORED: usize = 16;
 const CHUNKS: u32 = 4;
 /// Requests that say how long one takes without its load.
 const PROBES: usize = 6;
+/// Of processor time in a second: Linux's unit for programs.
+const TICKS: f64 = 100.0;
 /// A run takes a minute or so.
 const ROUNDS_MAX: usize = 3;
 
-/// One run: seconds, and what each request said.
+/// One run: seconds, those of both processes' threads, and what each request said.
 struct Run {
     seconds: f64,
+    processor: f64,
     answers: Vec<Answer>,
 }
 
 impl Run {
+    /// Seconds of all loads: of requests one after the other, of the device alone.
+    fn loads(&self) -> f64 {
+        self.answers.iter().map(|a| a.timings.load_ms).sum::<f64>() / 1e3
+    }
+
     /// The share of the time that requests one after the other wait for their chunks.
     fn waiting(&self) -> f64 {
-        let load: f64 = self.answers.iter().map(|a| a.timings.load_ms).sum();
-        load / 1e3 / self.seconds
+        self.loads() / self.seconds
     }
 }
 
@@ -55,7 +62,14 @@ fn request(i: usize) -> GenerateRequest {
     }
 }
 
+/// Seconds that threads of both processes have run so far.
+async fn processor(client: &Client) -> anyhow::Result<f64> {
+    let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
+    Ok((ticks(status.loader_pid) + ticks(status.decoder_pid)) as f64 / TICKS)
+}
+
 async fn all(client: &Client, count: usize) -> anyhow::Result<Run> {
+    let before = processor(client).await?;
     let started = Instant::now();
     let asked: Vec<_> = (0..count)
         .map(|i| tokio::spawn(generate(client.clone(), request(i), |_| Ok(()))))
@@ -64,7 +78,8 @@ async fn all(client: &Client, count: usize) -> anyhow::Result<Run> {
     for answer in asked {
         answers.push(answer.await.context("a request panicked")??);
     }
-    Ok(Run { seconds: started.elapsed().as_secs_f64(), answers })
+    let seconds = started.elapsed().as_secs_f64();
+    Ok(Run { seconds, processor: processor(client).await? - before, answers })
 }
 
 impl Bench<'_> {
@@ -97,7 +112,7 @@ impl Bench<'_> {
     async fn compare(&mut self, name: &str, store: &Path, rate: u64) -> anyhow::Result<()> {
         let requests = self.options.requests;
         let mut seconds = [Vec::new(), Vec::new()];
-        let mut waiting = Vec::new();
+        let (mut waiting, mut loads, mut computing) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..self.options.rounds.min(ROUNDS_MAX) {
             for step in 0..2 {
                 let on = (round + step) % 2 == 1;
@@ -110,8 +125,12 @@ impl Bench<'_> {
                     })
                     .await?;
                 seconds[usize::from(on)].push(run.seconds);
-                if !on {
+                if on {
+                    computing
+                        .push(run.processor / std::thread::available_parallelism()?.get() as f64);
+                } else {
                     waiting.push(run.waiting());
+                    loads.push(run.loads());
                 }
             }
         }
@@ -133,6 +152,9 @@ impl Bench<'_> {
             share.value * 100.0
         ));
         self.figures.push(share);
+        let bounds = loads.iter().zip(&computing).map(|(device, own)| device.max(*own));
+        let over: Vec<f64> = seconds[1].iter().zip(bounds).map(|(s, bound)| s / bound).collect();
+        self.figures.push(Figure::median(format!("{what}_over_bound[on]"), &over, "ratio"));
         // Time over time.
         self.ratio(name, &off, &on);
         Ok(())
