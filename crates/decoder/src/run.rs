@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use matkv_actors::{Outcome, Policy, Pulse, StopFlag, ThreadSpec, Watch, supervise};
 use matkv_config::Config;
 use matkv_model::{LanguageModel, Phase, PromptTexts, Team, model_path};
-use matkv_sys::{bind_thread, check_cores};
+use matkv_sys::{bind_thread, check_cores, let_others_go_first};
 use matkv_telemetry::service;
 
 use crate::batch::Limits;
@@ -25,6 +25,8 @@ pub struct Options {
 /// # Errors
 /// If the model cannot be opened, the loader refuses this decoder, or a thread fails for good.
 pub fn run(config: &Config, options: Options) -> Result<(), DecoderError> {
+    // Sequences that wait while another one is prefilled are decoded together afterwards (ADR 0020).
+    let_others_go_first();
     check_cores(&config.decoder_cores)
         .map_err(|e| DecoderError::Threads(format!("threads.decoder_cores: {e}")))?;
     let path = model_path(&config.cache_dir, &config.model)?;

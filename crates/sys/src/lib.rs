@@ -41,7 +41,7 @@ pub use lmdb::open_environment;
 pub use mapping::{FileMapping, trim_heap};
 pub use pidfd::PidFd;
 pub use pread::PreadPool;
-pub use process::{die_with_parent, terminate, terminate_and_wait};
+pub use process::{die_with_parent, let_others_go_first, terminate, terminate_and_wait};
 pub use reader::{
     EngineKind, EngineOptions, REQUESTS_MAX, ReadDone, ReadEngine, ReadPart, ReadRequest,
     open_engine,
