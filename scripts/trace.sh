@@ -43,7 +43,7 @@ for overlap in true false; do
 		matkv ask "What does this record say?" --document "$document" --temperature 50 \
 			--seed 1 --max-new-tokens 32 >/dev/null &
 		asks+=($!)
-		sleep 0.35
+		sleep 0.12
 	done
 	wait "${asks[@]}"
 	wait "$trace"
