@@ -12,7 +12,8 @@ export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
 	bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput bench-trace \
-	bench-start bench-forward bench-prefill bench-decode bench-peers peers bench-paper soak soak-storage simulate fuzz install clean
+	bench-start bench-forward bench-prefill bench-decode bench-peers peers bench-paper soak \
+	soak-storage simulate fuzz install clean
 
 demo: build
 	target/release/matkv demo

@@ -8,7 +8,9 @@ use serde_json::Value;
 
 /// Six documents of a chunk or two, and three questions.
 struct Corpus {
-    dir: tempfile::TempDir,
+    _dir: tempfile::TempDir,
+    documents: String,
+    questions: String,
 }
 
 impl Corpus {
@@ -21,11 +23,15 @@ impl Corpus {
         }
         let questions = "{\"query\": \"What is said of the sea?\"}\nWho rang the bell?\nWhere?\n";
         std::fs::write(dir.path().join("questions"), questions).expect("a file");
-        Self { dir }
+        let path = |name| dir.path().join(name).display().to_string();
+        let (documents, questions) = (path("documents"), path("questions"));
+        Self { _dir: dir, documents, questions }
     }
 
-    fn path(&self, name: &str) -> String {
-        self.dir.path().join(name).display().to_string()
+    /// After a benchmark's name, what it ingests and asks, and more.
+    fn with<'a>(&'a self, name: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+        let own = ["--corpus", &self.documents, "--questions", &self.questions];
+        [name, &own, more].concat()
     }
 }
 
@@ -60,19 +66,10 @@ fn e2e_measures_every_tier_and_batch() {
         return;
     }
     let (home, corpus) = (Home::new(), Corpus::new());
-    let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
-    let mut arguments = vec!["e2e", "--corpus", &documents, "--questions", &questions];
-    arguments.extend([
-        "--mode",
-        "linked(32)",
-        "--mode",
-        "exact",
-        "--batch",
-        "1,2",
-        "--tier",
-        "cold,flash,arena",
-    ]);
-    arguments.extend(["--max-new-tokens", "2", "--top-k", "2"]);
+    let modes =
+        ["--mode", "linked(32)", "--mode", "exact", "--max-new-tokens", "2", "--top-k", "2"];
+    let cases = ["--batch", "1,2", "--tier", "cold,flash,arena"];
+    let arguments = corpus.with(&["e2e"], &[&modes[..], &cases].concat());
     let found = figures(&bench(&home, &arguments));
     assert_eq!(found["documents"], 6.0);
     for tier in ["arena", "flash", "cold"] {
@@ -98,7 +95,7 @@ fn e2e_measures_every_tier_and_batch() {
         (["--top-k", "0"], "--top-k must be at least 1"),
         (["--encoding", "int7"], "int7"),
     ] {
-        let output = bench(&home, &[&arguments[..5], &wrong].concat());
+        let output = bench(&home, &corpus.with(&["e2e"], &wrong));
         assert!(output.code != Some(0) && output.err.contains(why), "{output:?}");
     }
 }
@@ -109,10 +106,9 @@ fn e2e_measures_every_encoding_and_overlap() {
         return;
     }
     let (home, corpus) = (Home::new(), Corpus::new());
-    let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
-    let mut arguments = vec!["e2e", "--corpus", &documents, "--questions", &questions];
-    arguments.extend(["--encoding", "int8,int4+zstd", "--overlap", "on,off"]);
-    arguments.extend(["--max-new-tokens", "2", "--count", "1"]);
+    let setups = ["--encoding", "int8,int4+zstd", "--overlap", "on,off"];
+    let short = ["--max-new-tokens", "2", "--count", "1"];
+    let arguments = corpus.with(&["e2e"], &[setups, short].concat());
     let found = figures(&bench(&home, &arguments));
     for encoding in ["int8", "int4+zstd"] {
         for overlap in ["overlap", "no overlap"] {
@@ -132,10 +128,8 @@ async fn an_interrupted_e2e_says_what_it_has_measured() {
         return;
     }
     let (home, corpus) = (Home::new(), Corpus::new());
-    let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
-    let mut arguments = vec!["--format", "json", "bench", "e2e"];
-    arguments.extend(["--corpus", &documents, "--questions", &questions]);
-    arguments.extend(["--max-new-tokens", "200", "--mode", "linked(32)"]);
+    let long = ["--max-new-tokens", "200", "--mode", "linked(32)"];
+    let arguments = corpus.with(&["--format", "json", "bench", "e2e"], &long);
     let mut running = home.start(&SETTINGS, &arguments);
     until("a question is answered", async || running.err().contains("question 1/3").then_some(()))
         .await;
@@ -155,9 +149,8 @@ fn the_papers_tables_are_printed_beside_the_published_figures() {
         return;
     }
     let (home, corpus) = (Home::new(), Corpus::new());
-    let (documents, questions) = (corpus.path("documents"), corpus.path("questions"));
-    let mut arguments = vec!["bench", "report", "--paper", "--corpus", &documents];
-    arguments.extend(["--questions", &questions, "--batch", "1,2", "--count", "2"]);
+    let few = ["--batch", "1,2", "--count", "2"];
+    let arguments = corpus.with(&["bench", "report", "--paper"], &few);
     let output = home.matkv(&SETTINGS, &arguments);
     assert_eq!(output.code, Some(0), "{output:?}");
     let lines = output.out.lines().map(|l| l.split_whitespace().collect::<Vec<_>>());

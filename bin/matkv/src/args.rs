@@ -321,6 +321,21 @@ pub struct CorpusOptions {
     pub documents: Option<usize>,
 }
 
+/// Questions whose answers are compared.
+#[derive(clap::Args, Clone)]
+#[group(skip)]
+pub struct QuestionOptions {
+    /// Questions: one a line, or JSON lines with "query"
+    #[arg(long)]
+    pub questions: PathBuf,
+    /// Gold answers: one a line, or JSON lines with "answer"
+    #[arg(long)]
+    pub answers: Option<PathBuf>,
+    /// Ask only this many questions
+    #[arg(long, default_value_t = 20)]
+    pub count: usize,
+}
+
 #[derive(clap::Args, Clone)]
 pub struct ThroughputOptions {
     #[command(flatten)]

@@ -15,14 +15,14 @@ use matkv_config::{Config, Resolved};
 use matkv_loader_core::process::evict_page_cache;
 use matkv_types::{Codec, KvDtype};
 
-use crate::args::CorpusOptions;
+use crate::args::{CorpusOptions, QuestionOptions};
 use crate::ask::{Answer, generate};
 use crate::bench::{ingest_all, lines};
 use crate::bench_store::place;
 use crate::chunks::said;
 use crate::energy::{self, Meter};
-use crate::figures::{Figure, percentile};
-use crate::pair::with_private;
+use crate::figures::{Figure, percentiles};
+use crate::pair::{in_one_directory, with_private};
 
 /// Requests that `pipeline.queue` and `pipeline.batch_size` take at most.
 const BATCH_MAX: usize = 64;
@@ -31,15 +31,8 @@ const BATCH_MAX: usize = 64;
 pub struct E2eOptions {
     #[command(flatten)]
     pub ingest: CorpusOptions,
-    /// Questions: one a line, or JSON lines with "query"
-    #[arg(long)]
-    pub questions: PathBuf,
-    /// Gold answers: one a line, or JSON lines with "answer"
-    #[arg(long)]
-    pub answers: Option<PathBuf>,
-    /// Ask only this many questions
-    #[arg(long, default_value_t = 20)]
-    pub count: usize,
+    #[command(flatten)]
+    pub asked: QuestionOptions,
     /// Modes to compare with vanilla
     #[arg(long, default_values_t = ["linked(32)".to_owned(), "independent".to_owned()])]
     pub mode: Vec<String>,
@@ -140,20 +133,15 @@ pub struct Measured {
 }
 
 /// The part of a name that says which value this is, if it is one of several or not the default.
-fn label<T: PartialEq>(all: &[T], default: Option<T>, name: String) -> Option<String> {
-    (all.len() > 1 || default.is_some_and(|d| all != [d])).then_some(name)
+fn label<T: PartialEq>(all: &[T], default: T, name: String) -> Option<String> {
+    (all != [default]).then_some(name)
 }
 
 /// What every pair is started with: nothing of it is kept where the configured one's is.
 fn settings(o: &E2eOptions, store: &Path) -> anyhow::Result<Vec<(&'static str, String)>> {
     let most = o.batch.iter().copied().max().unwrap_or(1);
-    let mut out = vec![
-        ("log.level", "warn".to_owned()),
-        ("pipeline.queue", BATCH_MAX.to_string()),
-        ("storage.type", "single".to_owned()),
-        ("storage.dirs", String::new()),
-        ("cold.url", String::new()),
-    ];
+    let mut out = vec![("log.level", "warn".to_owned()), ("pipeline.queue", BATCH_MAX.to_string())];
+    out.extend(in_one_directory());
     if most > 1 {
         out.push(("pipeline.batch_size", most.to_string()));
         // As many rows as they may have.
@@ -215,10 +203,10 @@ fn cases(o: &E2eOptions) -> Vec<Case> {
             for &answer in &o.max_new_tokens {
                 for &batch in &o.batch {
                     let label = [
-                        label(&o.tier, Some(Tier::Flash), tier.name().to_owned()),
-                        label(&o.top_k, Some(4), format!("top {top_k}")),
-                        label(&o.max_new_tokens, Some(32), format!("{answer} tokens")),
-                        label(&o.batch, Some(1), format!("batch {batch}")),
+                        label(&o.tier, Tier::Flash, tier.name().to_owned()),
+                        label(&o.top_k, 4, format!("top {top_k}")),
+                        label(&o.max_new_tokens, 32, format!("{answer} tokens")),
+                        label(&o.batch, 1, format!("batch {batch}")),
                     ];
                     let label = label.into_iter().flatten().collect();
                     out.push(Case { label, tier, top_k, answer, batch });
@@ -239,7 +227,7 @@ pub async fn run(
     notes: &mut Vec<String>,
 ) -> anyhow::Result<(Vec<Figure>, bool)> {
     ensure!(o.mode.iter().all(|m| m != "vanilla"), "--mode: vanilla is always measured");
-    let answers = o.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
+    let answers = o.asked.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
     let modes: Vec<String> =
         std::iter::once("vanilla".to_owned()).chain(o.mode.iter().cloned()).collect();
     let meter = Meter::find();
@@ -270,11 +258,11 @@ fn checked(o: &E2eOptions) -> anyhow::Result<Vec<String>> {
         o.batch.iter().all(|b| (1..=BATCH_MAX).contains(b)),
         "--batch must be 1 to {BATCH_MAX}"
     );
-    ensure!(o.count > 0, "--count must be at least 1");
+    ensure!(o.asked.count > 0, "--count must be at least 1");
     ensure!(!o.top_k.contains(&0), "--top-k must be at least 1");
-    let mut questions = lines(&o.questions, "query")?;
-    ensure!(!questions.is_empty(), "{} has no questions", o.questions.display());
-    questions.truncate(o.count);
+    let mut questions = lines(&o.asked.questions, "query")?;
+    ensure!(!questions.is_empty(), "{} has no questions", o.asked.questions.display());
+    questions.truncate(o.asked.count);
     ensure!(
         questions.len() >= most,
         "{} questions are too few for --batch {most}",
@@ -521,13 +509,9 @@ fn mode_figures(mode: &str, run: &Run, label: &[String], gold: Option<&[String]>
     ];
     let mut out: Vec<Figure> =
         phases.iter().map(|(name, f, unit)| Figure::median(named(name), &of(*f), unit)).collect();
-    for (name, f, unit) in [phases[0], phases[5]] {
-        let mut all = of(f);
-        all.sort_by(f64::total_cmp);
-        for (suffix, share) in [("p90", 0.9), ("p99", 0.99)] {
-            let name = named(&format!("{name}_{suffix}"));
-            out.push(Figure::exact(name, percentile(&all, share), unit));
-        }
+    for (name, f, _) in [phases[0], phases[5]] {
+        let shares = [("p90", 0.9), ("p99", 0.99)];
+        out.extend(percentiles(of(f), &shares, |p| named(&format!("{name}_{p}"))));
     }
     let rate = answers.len() as f64 / run.seconds;
     out.push(Figure::exact(named("requests_per_s"), rate, "requests/s"));

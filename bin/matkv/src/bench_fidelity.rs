@@ -13,7 +13,7 @@ use matkv_loader_core::measure::fidelity::{self, Method, Question, Sample};
 use matkv_loader_core::offline;
 use matkv_types::ChunkId;
 
-use crate::args::CorpusOptions;
+use crate::args::{CorpusOptions, QuestionOptions};
 use crate::ask::generate;
 use crate::bench::{ingest_all, lines};
 use crate::bench_store::place;
@@ -25,15 +25,8 @@ use crate::render::table;
 pub struct FidelityOptions {
     #[command(flatten)]
     pub ingest: CorpusOptions,
-    /// Questions: one a line, or JSON lines with "query"
-    #[arg(long)]
-    pub questions: PathBuf,
-    /// Gold answers: one a line, or JSON lines with "answer"
-    #[arg(long)]
-    pub answers: Option<PathBuf>,
-    /// Ask only this many questions
-    #[arg(long, default_value_t = 20)]
-    pub count: usize,
+    #[command(flatten)]
+    pub asked: QuestionOptions,
     /// Modes to compare with the full prefill; also focused(R,N,U), blend(R), blend(R,N) and
     /// blend(R,N,U): R a share of rows, N link tokens, U rows chosen together
     #[arg(long, default_values_t = DEFAULT_MODES.map(str::to_owned))]
@@ -70,14 +63,14 @@ pub async fn run(
     let own = |e: String| anyhow!("{e}");
     let methods: Vec<Method> =
         o.mode.iter().map(|m| Method::parse(m, link)).collect::<Result<_, _>>().map_err(own)?;
-    let asked = lines(&o.questions, "query")?;
-    ensure!(!asked.is_empty(), "{} has no questions", o.questions.display());
-    let gold = o.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
+    let asked = lines(&o.asked.questions, "query")?;
+    ensure!(!asked.is_empty(), "{} has no questions", o.asked.questions.display());
+    let gold = o.asked.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
     let (dir, _temporary) = place(resolved, o.store.as_deref())?;
     let runtime = tempfile::tempdir()?;
     let resolved = private(resolved, runtime.path(), &dir, &[("log.level", "warn".to_owned())])?;
     let mut pair = Pair::start(&resolved)?;
-    let asked = &asked[..o.count.min(asked.len())];
+    let asked = &asked[..o.asked.count.min(asked.len())];
     let retrieved = async {
         let client = pair.ready(&resolved.config).await?;
         ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;

@@ -14,7 +14,7 @@ use crate::bench::{ingest_all, lines};
 use crate::figures::Figure;
 use crate::fio;
 use crate::out::say;
-use crate::pair::{Pair, private};
+use crate::pair::{Pair, in_one_directory, private};
 use crate::render::table;
 
 pub fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
@@ -23,14 +23,12 @@ pub fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
 
 /// A configuration of its own under `dir`, with exact rows.
 fn exact(resolved: &Resolved, dir: &Path, store: &Path) -> anyhow::Result<Resolved> {
-    let settings = [
+    let mut settings = vec![
         ("log.level", "warn".to_owned()),
         ("storage.dtype", "bf16".to_owned()),
         ("storage.codec", "none".to_owned()),
-        ("storage.type", "single".to_owned()),
-        ("storage.dirs", String::new()),
-        ("cold.url", String::new()),
     ];
+    settings.extend(in_one_directory());
     private(resolved, dir, store, &settings)
 }
 

@@ -60,9 +60,21 @@ impl Figure {
 }
 
 /// The value that this share of a sorted list does not exceed.
-pub fn percentile(sorted: &[f64], share: f64) -> f64 {
+fn percentile(sorted: &[f64], share: f64) -> f64 {
     let at = (share * sorted.len() as f64).ceil() as usize;
     sorted.get(at.saturating_sub(1)).copied().unwrap_or(f64::NAN)
+}
+
+/// Milliseconds that these shares of some requests do not exceed.
+pub fn percentiles(
+    mut all: Vec<f64>,
+    shares: &[(&str, f64)],
+    named: impl Fn(&str) -> String,
+) -> Vec<Figure> {
+    all.sort_by(f64::total_cmp);
+    let figure =
+        |(label, share): &(&str, f64)| Figure::exact(named(label), percentile(&all, *share), "ms");
+    shares.iter().map(figure).collect()
 }
 
 /// Everything a report must say besides its figures.

@@ -166,6 +166,15 @@ pub async fn with_private<T>(
     worked
 }
 
+/// What keeps a store in one directory, whatever the configured one's tiers are.
+pub fn in_one_directory() -> [(&'static str, String); 3] {
+    [
+        ("storage.type", "single".to_owned()),
+        ("storage.dirs", String::new()),
+        ("cold.url", String::new()),
+    ]
+}
+
 /// A configuration with its own runtime directory and store.
 pub fn private(
     resolved: &Resolved,

@@ -9,7 +9,7 @@ use anyhow::Context;
 use matkv_api::v1::Timings;
 use matkv_config::Resolved;
 
-use crate::args::{CorpusOptions, ReportOptions};
+use crate::args::{CorpusOptions, QuestionOptions, ReportOptions};
 use crate::bench_e2e::{self as e2e, E2eOptions, Measured, Overlap, Run, Tier};
 use crate::bench_store::place;
 use crate::demo::median;
@@ -85,9 +85,11 @@ const MODES: [&str; 2] = ["vanilla", "linked(32)"];
 fn options(o: &ReportOptions, store: &Path) -> anyhow::Result<E2eOptions> {
     Ok(E2eOptions {
         ingest: CorpusOptions { corpus: o.corpus.clone(), documents: o.documents },
-        questions: o.questions.clone().context("--paper needs --questions")?,
-        answers: None,
-        count: o.count,
+        asked: QuestionOptions {
+            questions: o.questions.clone().context("--paper needs --questions")?,
+            answers: None,
+            count: o.count,
+        },
         mode: Vec::new(),
         batch: vec![1],
         top_k: vec![4],
@@ -120,7 +122,8 @@ pub async fn measure(resolved: &Resolved, o: &ReportOptions) -> anyhow::Result<S
         ..options
     };
     let tiers = all(e2e::measure(resolved, &tiers, &modes[1..], None).await?)?;
-    let alone = of_batch(&batches, 1, Overlap::Off).context("no request was measured")?;
+    let batches = pairs(&batches);
+    let (alone, _) = batches.first().context("no request was measured")?;
     let questions = alone.runs[0].answers.len();
     let mut out = format!(
         "{questions} questions, at most {ANSWER} tokens each, {}; chunks on flash, arena cold\n",
@@ -153,32 +156,25 @@ fn phases(runs: &[Run]) -> String {
     table(&["ms", "vanilla", "MatKV", "change", "published", "MatKV", "change"], &rows)
 }
 
-/// The same batch size, with overlap or without.
-fn of_batch(all: &[Measured], batch: usize, overlap: Overlap) -> Option<&Measured> {
-    all.iter().find(|m| m.case.batch == batch && m.setup.overlap == Some(overlap))
-}
-
-fn batch_sizes(all: &[Measured]) -> Vec<usize> {
-    let mut sizes: Vec<usize> = all.iter().map(|m| m.case.batch).collect();
-    sizes.sort_unstable();
-    sizes.dedup();
-    sizes
+/// Every batch size, the smallest first, without overlap and with it.
+fn pairs(all: &[Measured]) -> Vec<(&Measured, &Measured)> {
+    let of = |overlap| all.iter().filter(move |m| m.setup.overlap == Some(overlap));
+    of(Overlap::Off).zip(of(Overlap::On)).collect()
 }
 
 /// Seconds of all requests, each beside vanilla of the same minutes.
-fn sweep(all: &[Measured]) -> String {
+fn sweep(batches: &[(&Measured, &Measured)]) -> String {
     let cells = |name: String, off: (f64, f64), on: (f64, f64)| {
         let seconds = |s: f64| format!("{s:.1}");
         let (a, b) = ([off.0, off.1].map(seconds), [on.0, on.1].map(seconds));
         let ([vanilla, ours], [beside, overlapped]) = (a, b);
         vec![name, vanilla, ours, change(off), beside, overlapped, change(on)]
     };
-    let row = |batch: usize| {
-        let (off, on) = (of_batch(all, batch, Overlap::Off)?, of_batch(all, batch, Overlap::On)?);
+    let row = |(off, on): &(&Measured, &Measured)| {
         let of = |m: &Measured| (m.runs[0].seconds, m.runs[1].seconds);
-        Some(cells(batch.to_string(), of(off), of(on)))
+        cells(off.case.batch.to_string(), of(off), of(on))
     };
-    let mut rows: Vec<_> = batch_sizes(all).into_iter().filter_map(row).collect();
+    let mut rows: Vec<_> = batches.iter().map(row).collect();
     let (vanilla, ours, overlapped) = PUBLISHED_SECONDS;
     rows.push(cells("8, published".into(), (vanilla, ours), (vanilla, overlapped)));
     let head = ["batch, s", "vanilla", "MatKV", "change", "vanilla", "overlap", "change"];
@@ -202,15 +198,14 @@ fn storage(all: &[Measured]) -> String {
     table(&["chunks in, ms", "load", "first token"], &all.iter().map(row).collect::<Vec<_>>())
 }
 
-fn energy_table(all: &[Measured]) -> String {
+fn energy_table(batches: &[(&Measured, &Measured)]) -> String {
     let each = |run: &Run| run.joules.unwrap_or(f64::NAN) / run.answers.len() as f64;
-    let row = |batch: usize| {
-        let (off, on) = (of_batch(all, batch, Overlap::Off)?, of_batch(all, batch, Overlap::On)?);
+    let row = |(off, on): &(&Measured, &Measured)| {
         let joules = [each(&off.runs[0]), each(&off.runs[1]), each(&on.runs[1])];
         let cells = joules.map(|j| format!("{j:.2} kJ, {:.0}/kWh", 3.6e6 / j));
-        Some(std::iter::once(batch.to_string()).chain(cells).collect::<Vec<_>>())
+        std::iter::once(off.case.batch.to_string()).chain(cells).collect::<Vec<_>>()
     };
-    let mut rows: Vec<_> = batch_sizes(all).into_iter().filter_map(row).collect();
+    let mut rows: Vec<_> = batches.iter().map(row).collect();
     rows.push(PUBLISHED_ENERGY.map(str::to_owned).to_vec());
     table(&["batch, per 1,000 requests", "vanilla", "MatKV", "overlap"], &rows)
 }

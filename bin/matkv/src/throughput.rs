@@ -18,7 +18,7 @@ use crate::args::ThroughputOptions;
 use crate::ask::{Answer, generate};
 use crate::bench::{ingest_all, lines};
 use crate::energy::{self, Meter};
-use crate::figures::{Figure, percentile};
+use crate::figures::{Figure, percentiles};
 
 /// One request: how it ended, and what it took from when it was due.
 struct Served {
@@ -177,13 +177,9 @@ fn figures(
     ];
     let first = done.iter().map(|s| s.first_ms).collect();
     let total = done.iter().map(|s| s.total_ms).collect();
-    for (name, mut all) in [("ttft_ms", first), ("total_ms", total)] {
-        let all: &mut Vec<f64> = &mut all;
-        all.sort_by(f64::total_cmp);
-        for (label, share) in [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)] {
-            let value = percentile(all, share);
-            out.push(Figure::exact(named(&format!("{name}_{label}")), value, "ms"));
-        }
+    for (name, all) in [("ttft_ms", first), ("total_ms", total)] {
+        let shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)];
+        out.extend(percentiles(all, &shares, |p| named(&format!("{name}_{p}"))));
     }
     if let (Some(joules), false) = (joules, done.is_empty()) {
         let each = joules / done.len() as f64;
