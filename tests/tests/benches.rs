@@ -122,25 +122,70 @@ fn e2e_measures_every_encoding_and_overlap() {
     assert!(bytes("int4+zstd") < bytes("int8"), "each encoding has a store of its own");
 }
 
+/// Starts a benchmark, interrupts it when it has said this, and returns what it prints.
+async fn interrupted(arguments: &[&str], said: &str) -> (Home, Output) {
+    let home = Home::new();
+    let mut running = home.start(&SETTINGS, &[&["--format", "json", "bench"], arguments].concat());
+    until(said, async || running.err().contains(said).then_some(())).await;
+    signal("INT", &[running.pid()]);
+    let output = until("it ends", async || running.ended()).await;
+    assert_eq!(output.code, Some(1), "{output:?}");
+    assert!(output.out.contains("not all of it: interrupted"), "{output:?}");
+    (home, output)
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn an_interrupted_e2e_says_what_it_has_measured() {
     if Home::models().is_none() {
         return;
     }
-    let (home, corpus) = (Home::new(), Corpus::new());
+    let corpus = Corpus::new();
     let long = ["--max-new-tokens", "200", "--mode", "linked(32)"];
-    let arguments = corpus.with(&["--format", "json", "bench", "e2e"], &long);
-    let mut running = home.start(&SETTINGS, &arguments);
-    until("a question is answered", async || running.err().contains("question 1/3").then_some(()))
-        .await;
-    signal("INT", &[running.pid()]);
-    let output = until("it ends", async || running.ended()).await;
-    assert_eq!(output.code, Some(1), "{output:?}");
-    assert!(output.out.contains("not all of it: interrupted"), "{output:?}");
+    let (_home, output) = interrupted(&corpus.with(&["e2e"], &long), "question 1/3").await;
     assert!(!output.err.contains("question 3/3"), "it was not interrupted: {output:?}");
     let found = printed(&output);
     let of = |mode: &str| found[&format!("answer_tokens[{mode},200 tokens]")];
     assert!(of("vanilla") > 0.0 && of("linked(32)") > 0.0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_interrupted_benchmark_says_what_it_has_measured() {
+    if Home::models().is_none() {
+        return;
+    }
+    let corpus = Corpus::new();
+    let document = format!("{}/doc_5.txt", corpus.documents);
+    // What it is asked to do takes much longer.
+    for (arguments, said, figure) in [
+        (
+            ["prefill", "--tokens", "40,64", "--rounds", "100000"].to_vec(),
+            "round 2/",
+            "prefill_tokens_per_s[64]",
+        ),
+        (
+            ["decode", "--context", "32", "--batch", "1", "--rounds", "100000"].to_vec(),
+            "round 2/",
+            "decode_over_floor[32,batch 1]",
+        ),
+        (
+            corpus.with(&["fidelity"], &["--mode", "linked(32)", "--answer", "200"]),
+            "question 2/",
+            "kl[linked(32)]",
+        ),
+        (
+            corpus.with(&["throughput"], &["--mode", "independent", "--requests", "200"]),
+            "independent: 20/200",
+            "failed[independent]",
+        ),
+        (
+            ["cold", "--corpus", &document, "--chunks", "1", "--rounds", "100000"].to_vec(),
+            "round 2/",
+            "cold_ttft_vanilla_over_matkv",
+        ),
+    ] {
+        let (_home, output) = interrupted(&arguments, said).await;
+        assert!(printed(&output).contains_key(figure), "{figure} in {output:?}");
+    }
 }
 
 #[test]

@@ -13,11 +13,12 @@ use matkv_loader_core::process::evict_page_cache;
 
 use crate::args::{BenchCommand, ColdOptions, Format};
 use crate::ask::{Answer, generate};
-use crate::figures::{self, Figure};
+use crate::figures::{self, Figure, Outcome};
 use crate::ingest::ingest;
 use crate::out::{say, say_part};
 use crate::pair::with_private;
 use crate::sources::{Source, collect};
+use crate::stop::Stop;
 use crate::{
     bench_e2e, bench_fidelity, bench_model, bench_store, demo, fio, paper, peers, report,
     throughput,
@@ -29,41 +30,31 @@ pub async fn run(
     format: Format,
 ) -> anyhow::Result<ExitCode> {
     let mut notes = Vec::new();
-    let (name, figures) = match command {
-        BenchCommand::E2e(o) => {
-            let (figures, complete) = bench_e2e::run(resolved, o, &mut notes).await?;
-            show(resolved, "e2e", &figures, &notes, format)?;
-            return Ok(status(complete));
-        }
-        BenchCommand::Cold(o) => {
-            let measure = async |client| cold(client, o, &mut notes).await;
-            ("cold", with_pair(resolved, o.store.as_deref(), measure).await)
-        }
-        BenchCommand::Load(o) => ("load", bench_store::load(resolved, o).await),
-        BenchCommand::Codec(o) => ("codec", bench_store::codec(resolved, o, &mut notes).await),
+    let (stop, all) = (&Stop::on_ctrl_c(), &mut notes);
+    let (name, outcome) = match command {
+        BenchCommand::E2e(o) => ("e2e", bench_e2e::run(resolved, o, all).await),
+        BenchCommand::Cold(o) => ("cold", cold(resolved, o, all).await),
+        BenchCommand::Load(o) => ("load", bench_store::load(resolved, o, stop, all).await),
+        BenchCommand::Codec(o) => ("codec", bench_store::codec(resolved, o, stop, all).await),
         BenchCommand::Fidelity(o) => {
-            ("fidelity", bench_fidelity::run(resolved, o, &mut notes).await)
+            ("fidelity", bench_fidelity::run(resolved, o, stop, all).await)
         }
-        BenchCommand::Prefill(o) => ("prefill", bench_model::prefill(resolved, o)),
-        BenchCommand::Decode(o) => ("decode", bench_model::decode(resolved, o, &mut notes)),
-        BenchCommand::Trace(o) => ("trace", bench_store::trace(o, &mut notes)),
-        BenchCommand::Start(o) => ("start", bench_store::start(resolved, o).await),
-        BenchCommand::Peers(o) => {
-            let outcome = peers::run(resolved, o, &mut notes).await?;
-            show(resolved, "peers", &outcome.figures, &notes, format)?;
-            return Ok(status(outcome.complete));
-        }
-        BenchCommand::Throughput(o) => {
-            let measure = async |client| throughput::run(client, o, &mut notes).await;
-            ("throughput", with_pair(resolved, o.store.as_deref(), measure).await)
-        }
+        BenchCommand::Prefill(o) => ("prefill", bench_model::prefill(resolved, o, stop, all)),
+        BenchCommand::Decode(o) => ("decode", bench_model::decode(resolved, o, stop, all)),
+        BenchCommand::Trace(o) => ("trace", bench_store::trace(o, stop, all)),
+        BenchCommand::Start(o) => ("start", bench_store::start(resolved, o, stop, all).await),
+        BenchCommand::Peers(o) => ("peers", peers::run(resolved, o, stop, all).await),
+        BenchCommand::Throughput(o) => ("throughput", throughput::run(resolved, o, all).await),
         BenchCommand::Report(o) if o.paper => {
-            say_part!("{}", paper::measure(resolved, o).await?);
-            return Ok(ExitCode::SUCCESS);
+            let (tables, complete) = paper::measure(resolved, o).await?;
+            say_part!("{tables}");
+            return Ok(status(complete));
         }
         BenchCommand::Report(o) => return report::run(o),
     };
-    show(resolved, name, &figures?, &notes, format)
+    let Outcome { figures, complete } = outcome?;
+    show(resolved, name, &figures, &notes, format);
+    Ok(status(complete))
 }
 
 fn status(complete: bool) -> ExitCode {
@@ -71,24 +62,18 @@ fn status(complete: bool) -> ExitCode {
 }
 
 /// Measures a pair of processes of its own.
-async fn with_pair(
+pub async fn with_pair(
     resolved: &Resolved,
     store: Option<&Path>,
-    measure: impl AsyncFnOnce(Client) -> anyhow::Result<Vec<Figure>>,
-) -> anyhow::Result<Vec<Figure>> {
+    measure: impl AsyncFnOnce(Client) -> anyhow::Result<()>,
+) -> anyhow::Result<()> {
     // Beside the store, on the device that serves it; /tmp may be memory.
     let (store, _temporary) = bench_store::place(resolved, store)?;
     let log = [("log.level", "warn".to_owned())];
     with_private(resolved, &store, &log, async |client, _| measure(client).await).await
 }
 
-fn show(
-    resolved: &Resolved,
-    name: &str,
-    figures: &[Figure],
-    notes: &[String],
-    format: Format,
-) -> anyhow::Result<ExitCode> {
+fn show(resolved: &Resolved, name: &str, figures: &[Figure], notes: &[String], format: Format) {
     let threads = Config::threads(resolved.config.loader_threads);
     match format {
         Format::Json => {
@@ -102,7 +87,6 @@ fn show(
             notes.iter().for_each(|n| say!("{n}"));
         }
     }
-    Ok(ExitCode::SUCCESS)
 }
 
 /// Documents by the number in their name, then by name.
@@ -167,66 +151,94 @@ async fn whole_chunks(
     Ok((ids, paths))
 }
 
+/// What `bench cold` has measured.
+#[derive(Default)]
+struct Cold {
+    /// Of the chunks' files.
+    bytes: f64,
+    matkv: Vec<Answer>,
+    vanilla: Vec<Answer>,
+    fio: Vec<f64>,
+}
+
 async fn cold(
-    client: Client,
+    resolved: &Resolved,
     o: &ColdOptions,
     notes: &mut Vec<String>,
-) -> anyhow::Result<Vec<Figure>> {
-    ingest_all(&client, &o.corpus, None).await?;
-    let (ids, files) = whole_chunks(&client, o.chunks).await?;
-    let bytes: u64 = files.iter().map(|f| std::fs::metadata(f).map_or(0, |m| m.len())).sum();
-    let with_fio = fio::is_installed();
-    let ask = |mode: String| {
-        let request = GenerateRequest {
-            question: "What is described here, in one sentence?".into(),
-            chunk_ids: ids.clone(),
-            mode,
-            max_new_tokens: Some(8),
-            cold: true,
-            ..GenerateRequest::default()
-        };
-        generate(client.clone(), request, |_| Ok(()))
-    };
-    ask(o.mode.clone()).await?;
-    let (mut matkv, mut vanilla, mut fio_rates) = (Vec::new(), Vec::new(), Vec::new());
-    for round in 0..o.rounds {
-        files.iter().try_for_each(|f| evict_page_cache(f))?;
-        matkv.push(ask(o.mode.clone()).await?);
-        if with_fio {
-            files.iter().try_for_each(|f| evict_page_cache(f))?;
-            fio_rates.push(fio::read_rate(&files)?);
-        }
-        // A full prefill takes as long as many loads: three of them show its spread.
-        if round < 3 {
-            vanilla.push(ask("vanilla".into()).await?);
-        }
-        eprintln!("round {}/{}", round + 1, o.rounds);
-    }
-    let ttft = |a: &[Answer]| a.iter().map(|a| a.timings.first_token_ms).collect::<Vec<_>>();
-    let load_rates: Vec<f64> =
-        matkv.iter().map(|a| bytes as f64 / (a.timings.load_ms / 1e3)).collect();
-    let vanilla_ms = demo::median(ttft(&vanilla));
-    let ratios: Vec<f64> = ttft(&matkv).iter().map(|t| vanilla_ms / t).collect();
-    let prompt = f64::from(vanilla[0].usage.prompt_tokens);
-    let rates: Vec<f64> = vanilla.iter().map(|a| prompt / (a.timings.prefill_ms / 1e3)).collect();
-    let of = |f: fn(&Answer) -> f64| matkv.iter().map(f).collect::<Vec<f64>>();
-    let mut out = vec![
-        Figure::exact("prompt_tokens", prompt, "tokens"),
-        Figure::exact("chunk_bytes", bytes as f64, "bytes"),
-        Figure::median("cold_ttft_ms", &ttft(&matkv), "ms"),
-        Figure::median("cold_load_ms", &of(|a| a.timings.load_ms), "ms"),
-        Figure::median("cold_prefill_ms", &of(|a| a.timings.prefill_ms), "ms"),
-        Figure::median("vanilla_ttft_ms", &ttft(&vanilla), "ms"),
-        Figure::median("vanilla_prefill_tokens_per_s", &rates, "tokens/s"),
-        Figure::median("cold_ttft_vanilla_over_matkv", &ratios, "ratio"),
-        Figure::median("load_bytes_per_s", &load_rates, "bytes/s"),
-    ];
-    if with_fio {
-        let ratios: Vec<f64> = load_rates.iter().zip(&fio_rates).map(|(a, b)| a / b).collect();
-        out.push(Figure::median("fio_bytes_per_s", &fio_rates, "bytes/s"));
-        out.push(Figure::median("load_over_fio", &ratios, "ratio"));
-    } else {
+) -> anyhow::Result<Outcome> {
+    let mut measured = Cold::default();
+    let measure = async |client| measured.measure(&client, o).await;
+    let ended = with_pair(resolved, o.store.as_deref(), measure).await;
+    if !fio::is_installed() {
         notes.push("fio is not installed: load_over_fio is not measured".into());
     }
-    Ok(out)
+    Outcome::until(ended, measured.figures(), notes)
+}
+
+impl Cold {
+    async fn measure(&mut self, client: &Client, o: &ColdOptions) -> anyhow::Result<()> {
+        ingest_all(client, &o.corpus, None).await?;
+        let (ids, files) = whole_chunks(client, o.chunks).await?;
+        self.bytes = files.iter().map(|f| std::fs::metadata(f).map_or(0, |m| m.len()) as f64).sum();
+        let with_fio = fio::is_installed();
+        let ask = |mode: &str| {
+            let request = GenerateRequest {
+                question: "What is described here, in one sentence?".into(),
+                chunk_ids: ids.clone(),
+                mode: mode.to_owned(),
+                max_new_tokens: Some(8),
+                cold: true,
+                ..GenerateRequest::default()
+            };
+            generate(client.clone(), request, |_| Ok(()))
+        };
+        ask(&o.mode).await?;
+        for round in 0..o.rounds {
+            files.iter().try_for_each(|f| evict_page_cache(f))?;
+            self.matkv.push(ask(&o.mode).await?);
+            if with_fio {
+                files.iter().try_for_each(|f| evict_page_cache(f))?;
+                self.fio.push(fio::read_rate(&files)?);
+            }
+            // A full prefill takes as long as many loads: three of them show its spread.
+            if round < 3 {
+                self.vanilla.push(ask("vanilla").await?);
+            }
+            eprintln!("round {}/{}", round + 1, o.rounds);
+        }
+        Ok(())
+    }
+
+    fn figures(&self) -> Vec<Figure> {
+        let (matkv, vanilla) = (&self.matkv, &self.vanilla);
+        if matkv.is_empty() {
+            return Vec::new();
+        }
+        let ttft = |a: &[Answer]| a.iter().map(|a| a.timings.first_token_ms).collect::<Vec<_>>();
+        let load_rates: Vec<f64> =
+            matkv.iter().map(|a| self.bytes / (a.timings.load_ms / 1e3)).collect();
+        let vanilla_ms = demo::median(ttft(vanilla));
+        let ratios: Vec<f64> = ttft(matkv).iter().map(|t| vanilla_ms / t).collect();
+        let prompts: Vec<f64> = matkv.iter().map(|a| f64::from(a.usage.prompt_tokens)).collect();
+        let rate = |a: &Answer| f64::from(a.usage.prompt_tokens) / (a.timings.prefill_ms / 1e3);
+        let rates: Vec<f64> = vanilla.iter().map(rate).collect();
+        let of = |f: fn(&Answer) -> f64| matkv.iter().map(f).collect::<Vec<f64>>();
+        let mut out = vec![
+            Figure::median("prompt_tokens", &prompts, "tokens"),
+            Figure::exact("chunk_bytes", self.bytes, "bytes"),
+            Figure::median("cold_ttft_ms", &ttft(matkv), "ms"),
+            Figure::median("cold_load_ms", &of(|a| a.timings.load_ms), "ms"),
+            Figure::median("cold_prefill_ms", &of(|a| a.timings.prefill_ms), "ms"),
+            Figure::median("vanilla_ttft_ms", &ttft(vanilla), "ms"),
+            Figure::median("vanilla_prefill_tokens_per_s", &rates, "tokens/s"),
+            Figure::median("cold_ttft_vanilla_over_matkv", &ratios, "ratio"),
+            Figure::median("load_bytes_per_s", &load_rates, "bytes/s"),
+        ];
+        if !self.fio.is_empty() {
+            let ratios: Vec<f64> = load_rates.iter().zip(&self.fio).map(|(a, b)| a / b).collect();
+            out.push(Figure::median("fio_bytes_per_s", &self.fio, "bytes/s"));
+            out.push(Figure::median("load_over_fio", &ratios, "ratio"));
+        }
+        out
+    }
 }

@@ -21,8 +21,8 @@ use crate::bench::{ingest_all, lines};
 use crate::bench_store::place;
 use crate::chunks::said;
 use crate::energy::{self, Meter};
-use crate::figures::{Figure, percentiles};
-use crate::pair::{in_one_directory, with_private};
+use crate::figures::{Figure, Outcome, percentiles};
+use crate::pair::with_private;
 
 /// Requests that `pipeline.queue` and `pipeline.batch_size` take at most.
 const BATCH_MAX: usize = 64;
@@ -141,7 +141,6 @@ fn label<T: PartialEq>(all: &[T], default: T, name: String) -> Option<String> {
 fn settings(o: &E2eOptions, store: &Path) -> anyhow::Result<Vec<(&'static str, String)>> {
     let most = o.batch.iter().copied().max().unwrap_or(1);
     let mut out = vec![("log.level", "warn".to_owned()), ("pipeline.queue", BATCH_MAX.to_string())];
-    out.extend(in_one_directory());
     if most > 1 {
         out.push(("pipeline.batch_size", most.to_string()));
         // As many rows as they may have.
@@ -217,21 +216,21 @@ fn cases(o: &E2eOptions) -> Vec<Case> {
     out
 }
 
-/// What has been measured, and what ended it before its end.
-pub type Outcome = (Vec<Measured>, Option<anyhow::Error>);
+/// What has been measured, and how that ended.
+pub type Ended = (Vec<Measured>, anyhow::Result<()>);
 
-/// `vanilla`, and what it is compared with; whether all has been measured.
+/// `vanilla`, and what it is compared with.
 pub async fn run(
     resolved: &Resolved,
     o: &E2eOptions,
     notes: &mut Vec<String>,
-) -> anyhow::Result<(Vec<Figure>, bool)> {
+) -> anyhow::Result<Outcome> {
     ensure!(o.mode.iter().all(|m| m != "vanilla"), "--mode: vanilla is always measured");
     let answers = o.asked.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
     let modes: Vec<String> =
         std::iter::once("vanilla".to_owned()).chain(o.mode.iter().cloned()).collect();
     let meter = Meter::find();
-    let (measured, error) = measure(resolved, o, &modes, meter.as_ref().ok()).await?;
+    let (measured, ended) = measure(resolved, o, &modes, meter.as_ref().ok()).await?;
     let mut out = Vec::new();
     for Measured { setup, case, runs, corpus } in measured {
         let label: Vec<_> = setup.label.into_iter().chain(case.label).collect();
@@ -245,10 +244,7 @@ pub async fn run(
             .into(),
     );
     notes.push(energy::note(&meter));
-    if let Some(e) = &error {
-        notes.push(format!("not all of it: {e:#}"));
-    }
-    Ok((out, error.is_none()))
+    Outcome::until(ended, out, notes)
 }
 
 /// Questions in groups that are asked at once.
@@ -271,13 +267,13 @@ fn checked(o: &E2eOptions) -> anyhow::Result<Vec<String>> {
     Ok(questions)
 }
 
-/// Every setup and case, in these modes.
+/// Every setup and case, in these modes, until something ends it.
 pub async fn measure(
     resolved: &Resolved,
     o: &E2eOptions,
     modes: &[String],
     meter: Option<&Meter>,
-) -> anyhow::Result<Outcome> {
+) -> anyhow::Result<Ended> {
     let questions = &checked(o)?[..];
     // Beside the store, on the device that serves it; /tmp may be memory.
     let (root, _temporary) = place(resolved, o.store.as_deref())?;
@@ -306,10 +302,10 @@ pub async fn measure(
         });
         if let Err(e) = measured.await {
             out.retain(|m| m.runs.iter().all(|r| !r.answers.is_empty()));
-            return if out.is_empty() { Err(e) } else { Ok((out, Some(e))) };
+            return Ok((out, Err(e)));
         }
     }
-    Ok((out, None))
+    Ok((out, Ok(())))
 }
 
 /// `name[mode,label]`.

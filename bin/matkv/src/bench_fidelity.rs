@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use anyhow::{anyhow, ensure};
 use matkv_api::Client;
 use matkv_api::v1::GenerateRequest;
-use matkv_config::Resolved;
+use matkv_config::{Config, Resolved};
 use matkv_loader_core::measure::fidelity::{self, Method, Question, Sample};
 use matkv_loader_core::offline;
 use matkv_types::ChunkId;
@@ -17,9 +17,10 @@ use crate::args::{CorpusOptions, QuestionOptions};
 use crate::ask::generate;
 use crate::bench::{ingest_all, lines};
 use crate::bench_store::place;
-use crate::figures::Figure;
-use crate::pair::{Pair, private};
+use crate::figures::{Figure, Outcome};
+use crate::pair::with_private;
 use crate::render::table;
+use crate::stop::Stop;
 
 #[derive(clap::Args, Clone)]
 pub struct FidelityOptions {
@@ -57,8 +58,9 @@ const DEFAULT_MODES: [&str; 9] = [
 pub async fn run(
     resolved: &Resolved,
     o: &FidelityOptions,
+    stop: &Stop,
     notes: &mut Vec<String>,
-) -> anyhow::Result<Vec<Figure>> {
+) -> anyhow::Result<Outcome> {
     let link = resolved.config.link_tokens;
     let own = |e: String| anyhow!("{e}");
     let methods: Vec<Method> =
@@ -67,44 +69,41 @@ pub async fn run(
     ensure!(!asked.is_empty(), "{} has no questions", o.asked.questions.display());
     let gold = o.asked.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
     let (dir, _temporary) = place(resolved, o.store.as_deref())?;
-    let runtime = tempfile::tempdir()?;
-    let resolved = private(resolved, runtime.path(), &dir, &[("log.level", "warn".to_owned())])?;
-    let mut pair = Pair::start(&resolved)?;
     let asked = &asked[..o.asked.count.min(asked.len())];
-    let retrieved = async {
-        let client = pair.ready(&resolved.config).await?;
+    let quiet = [("log.level", "warn".to_owned())];
+    let prepare = async |client, config: &Config| {
         ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
-        retrieve(&client, asked, o.top_k).await
-    }
-    .await;
-    pair.stop()?;
-    let retrieved = retrieved?;
-    let store = offline::open(&resolved.config, None)?;
-    let (model, prefix) = offline::model(&resolved.config)?;
+        Ok((retrieve(&client, asked, o.top_k).await?, config.clone()))
+    };
+    let (retrieved, config) = with_private(resolved, &dir, &quiet, prepare).await?;
+    let store = offline::open(&config, None)?;
+    let (model, prefix) = offline::model(&config)?;
     let mut questions = Vec::new();
     for (i, (text, chunks)) in asked.iter().zip(retrieved).enumerate() {
         let gold = gold.as_ref().and_then(|g| g.get(i).cloned());
         questions.push(Question { chunks, rest: offline::rest(&model, text)?, gold });
     }
-    let done = |i: usize| eprintln!("question {}/{}", i + 1, questions.len());
+    let next = stop.counting("question", questions.len());
     let compared =
-        fidelity::compare(&store, (&model, &prefix), &questions, &methods, o.answer, done);
+        fidelity::compare(&store, (&model, &prefix), &questions, &methods, o.answer, next);
     let samples = compared.map_err(own)?;
     let with_gold = gold.is_some();
     let figures: Vec<Vec<Figure>> =
         o.mode.iter().zip(&samples).map(|(m, s)| of_mode(m, s, with_gold)).collect();
     notes.push(shown(&o.mode, &figures, with_gold));
-    let tokens: f64 = samples.first().map_or(0.0, |s| s.iter().map(|s| s.tokens).sum());
-    let rows: f64 = samples.first().map_or(0.0, |s| s.iter().map(|s| s.rows).sum());
+    let first = samples.first().map_or(&[][..], Vec::as_slice);
+    let tokens: f64 = first.iter().map(|s| s.tokens).sum();
+    let rows: f64 = first.iter().map(|s| s.rows).sum();
+    let chunks: usize = questions[..first.len()].iter().map(|q| q.chunks.len()).sum();
     notes.push(format!(
         "{} questions over {} chunks of {:.0} tokens each on average, rows at rest {}; {tokens} \
          answer tokens; 95 % intervals over questions",
-        questions.len(),
+        first.len(),
         o.top_k,
-        rows / questions.iter().map(|q| q.chunks.len()).sum::<usize>() as f64,
-        resolved.config.storage_dtype
+        rows / chunks as f64,
+        config.storage_dtype
     ));
-    Ok(figures.into_iter().flatten().collect())
+    Outcome::until(stop.check(), figures.into_iter().flatten().collect(), notes)
 }
 
 /// The chunks each question is answered from.

@@ -11,25 +11,24 @@ use matkv_types::{Codec, Encoding, KvDtype};
 
 use crate::args::{CodecOptions, LoadOptions, StartOptions, TraceBenchOptions};
 use crate::bench::{ingest_all, lines};
-use crate::figures::Figure;
+use crate::figures::{Figure, Outcome};
 use crate::fio;
 use crate::out::say;
-use crate::pair::{Pair, in_one_directory, private};
+use crate::pair::with_private;
 use crate::render::table;
+use crate::stop::Stop;
 
 pub fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
     result.map_err(|e| anyhow!("{e}"))
 }
 
-/// A configuration of its own under `dir`, with exact rows.
-fn exact(resolved: &Resolved, dir: &Path, store: &Path) -> anyhow::Result<Resolved> {
-    let mut settings = vec![
+/// Settings of a store with exact rows.
+fn exact() -> [(&'static str, String); 3] {
+    [
         ("log.level", "warn".to_owned()),
         ("storage.dtype", "bf16".to_owned()),
         ("storage.codec", "none".to_owned()),
-    ];
-    settings.extend(in_one_directory());
-    private(resolved, dir, store, &settings)
+    ]
 }
 
 /// Ingests whole chunks of a corpus with exact rows, unless they are there, and opens the store.
@@ -39,17 +38,12 @@ async fn corpus(
     documents: Option<usize>,
     store: &Path,
 ) -> anyhow::Result<Store> {
-    let runtime = tempfile::tempdir()?;
-    let resolved = exact(resolved, runtime.path(), store)?;
-    let mut pair = Pair::start(&resolved)?;
-    let worked = async {
-        let client = pair.ready(&resolved.config).await?;
-        ingest_all(&client, corpus, documents).await
-    }
-    .await;
-    pair.stop()?;
-    worked?;
-    Ok(offline::open(&resolved.config, None)?)
+    let ingest = async |client, config: &Config| {
+        ingest_all(&client, corpus, documents).await?;
+        Ok(config.clone())
+    };
+    let config = with_private(resolved, store, &exact(), ingest).await?;
+    Ok(offline::open(&config, None)?)
 }
 
 /// A directory for the store: the one asked for, or a temporary one on the configured device.
@@ -67,7 +61,12 @@ pub fn place(
 }
 
 /// Cold flash to arena, per encoding, against fio on the same files in the same run.
-pub async fn load(resolved: &Resolved, o: &LoadOptions) -> anyhow::Result<Vec<Figure>> {
+pub async fn load(
+    resolved: &Resolved,
+    o: &LoadOptions,
+    stop: &Stop,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Outcome> {
     ensure!(fio::is_installed(), "fio is not installed; `apt-get install fio`");
     let (dir, _temporary) = place(resolved, o.store.as_deref())?;
     let store = corpus(resolved, &o.corpus, o.documents, &dir).await?;
@@ -80,6 +79,7 @@ pub async fn load(resolved: &Resolved, o: &LoadOptions) -> anyhow::Result<Vec<Fi
     let work = tempfile::Builder::new().prefix("load-").tempdir_in(&dir)?;
     let mut benches = Vec::new();
     for (name, encoding) in encodings {
+        stop.check()?;
         let sub = work.path().join(name);
         let bench = load::Bench::prepare(&store, &sub, Vec::new(), encoding, (o.chunks, 1024));
         benches.push((name, own(bench)?));
@@ -87,34 +87,32 @@ pub async fn load(resolved: &Resolved, o: &LoadOptions) -> anyhow::Result<Vec<Fi
     let threads = Config::threads(resolved.config.io_threads);
     let options = offline::engine_options(&resolved.config);
     let mut figures = Vec::new();
-    for (label, count) in [("4x1024_", 4), ("", o.chunks)] {
-        let mut rounds: Vec<Vec<Round>> = benches.iter().map(|_| Vec::new()).collect();
-        for round in 0..=o.rounds {
-            for ((_, bench), rounds) in benches.iter().zip(&mut rounds) {
-                let files = bench.files(count);
-                // In turn first and second: a device may know what was read before.
-                let load = || own(bench.load(count, options, threads, None));
-                let (fio, spent) = if round % 2 == 0 {
-                    let fio = fio::read_rates(&files)?;
-                    (fio, load()?)
-                } else {
-                    let spent = load()?;
-                    (fio::read_rates(&files)?, spent)
-                };
-                let decode = own(bench.decode(count, threads))?;
-                let bytes = bench.stored_bytes(count) as f64;
-                // The first round warms up.
-                if round > 0 {
-                    rounds.push(Round { fio, spent, decode, bytes });
+    let mut all = || {
+        for (label, count) in [("4x1024_", 4), ("", o.chunks)] {
+            let mut rounds: Vec<Vec<Round>> = benches.iter().map(|_| Vec::new()).collect();
+            let each = |round| {
+                for ((_, bench), rounds) in benches.iter().zip(&mut rounds) {
+                    stop.check()?;
+                    let measured = Round::measure(bench, round, count, options, threads)?;
+                    // The first round warms up.
+                    if round > 0 {
+                        rounds.push(measured);
+                    }
                 }
+                eprintln!("{count} chunks, round {round}/{}", o.rounds);
+                anyhow::Ok(())
+            };
+            let ended = (0..=o.rounds).try_for_each(each);
+            for ((name, _), rounds) in benches.iter().zip(&rounds) {
+                figures.extend(of_rounds(&format!("load_{label}{name}"), name, rounds));
             }
+            ended?;
         }
-        for ((name, _), rounds) in benches.iter().zip(&rounds) {
-            figures.extend(of_rounds(&format!("load_{label}{name}"), name, rounds));
-        }
-    }
-    figures.push(own(stripe(&store, work.path(), threads, options))?);
-    Ok(figures)
+        figures.push(own(stripe(&store, work.path(), threads, options))?);
+        Ok(())
+    };
+    let ended = all();
+    Outcome::until(ended, figures, notes)
 }
 
 /// One load, and what bounds it.
@@ -124,6 +122,29 @@ struct Round {
     spent: f64,
     decode: f64,
     bytes: f64,
+}
+
+impl Round {
+    /// In turn first and second: a device may know what was read before.
+    fn measure(
+        bench: &load::Bench,
+        round: usize,
+        count: usize,
+        options: load::EngineOptions,
+        threads: usize,
+    ) -> anyhow::Result<Self> {
+        let files = bench.files(count);
+        let load = || own(bench.load(count, options, threads, None));
+        let (fio, spent) = if round.is_multiple_of(2) {
+            let fio = fio::read_rates(&files)?;
+            (fio, load()?)
+        } else {
+            let spent = load()?;
+            (fio::read_rates(&files)?, spent)
+        };
+        let decode = own(bench.decode(count, threads))?;
+        Ok(Self { fio, spent, decode, bytes: bench.stored_bytes(count) as f64 })
+    }
 }
 
 /// Rate, and ratio to what bounds it. fio's way of reading is the one with the best median.
@@ -170,8 +191,9 @@ fn stripe(
 pub async fn codec(
     resolved: &Resolved,
     o: &CodecOptions,
+    stop: &Stop,
     notes: &mut Vec<String>,
-) -> anyhow::Result<Vec<Figure>> {
+) -> anyhow::Result<Outcome> {
     let (dir, _temporary) = place(resolved, o.store.as_deref())?;
     let store = corpus(resolved, &o.corpus, o.documents, &dir).await?;
     let chunks = own(codec::exact(&store, o.chunks, 1024))?;
@@ -183,6 +205,7 @@ pub async fn codec(
                 continue;
             }
             let to = Encoding::new(dtype, codec);
+            stop.check()?;
             costs.push(own(codec::cost(&store, &chunks, to, o.level))?);
         }
     }
@@ -199,8 +222,9 @@ pub async fn codec(
         })
         .collect();
     let dtypes = &KvDtype::AT_REST;
-    let fidelity = codec::fidelity(&store, &model, &prefix, &chunks, &asked, dtypes, o.answer);
-    let fidelity = own(fidelity)?;
+    let next = stop.counting("question", asked.len());
+    let with = (&model, &prefix[..]);
+    let fidelity = own(codec::fidelity(&store, with, &chunks, &asked, dtypes, o.answer, next))?;
     notes.push(codec_table(&costs, &fidelity));
     notes.push(format!(
         "{} chunks of 1,024 tokens, {} questions over 4 of them, {} answer tokens; one thread; \
@@ -209,7 +233,7 @@ pub async fn codec(
         asked.len(),
         fidelity.first().map_or(0, |f| f.tokens)
     ));
-    Ok(codec_figures(&costs, &fidelity))
+    Outcome::until(stop.check(), codec_figures(&costs, &fidelity), notes)
 }
 
 fn codec_figures(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> Vec<Figure> {
@@ -253,7 +277,11 @@ fn text_questions(path: &Path, count: usize) -> anyhow::Result<Vec<String>> {
 }
 
 /// Hit rate by tokens of every policy on every trace.
-pub fn trace(o: &TraceBenchOptions, notes: &mut Vec<String>) -> anyhow::Result<Vec<Figure>> {
+pub fn trace(
+    o: &TraceBenchOptions,
+    stop: &Stop,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Outcome> {
     let mut traces = policies::synthetic();
     for path in &o.trace {
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
@@ -265,7 +293,7 @@ pub fn trace(o: &TraceBenchOptions, notes: &mut Vec<String>) -> anyhow::Result<V
     let mut figures = Vec::new();
     for capacity in &o.capacity {
         let mut rows = Vec::new();
-        for trace in &traces {
+        for trace in traces.iter().take_while(|_| !stop.is_raised()) {
             let mut row = vec![trace.name.clone()];
             for kind in kinds {
                 let rate = policies::hit_rate(trace, kind, *capacity);
@@ -280,43 +308,53 @@ pub fn trace(o: &TraceBenchOptions, notes: &mut Vec<String>) -> anyhow::Result<V
         notes.push(format!("hit rate by tokens, room for {:.0} %", capacity * 100.0));
         notes.push(table(&head, &rows));
     }
-    Ok(figures)
+    Outcome::until(stop.check(), figures, notes)
 }
 
 /// Seconds until a loader with so many chunks is ready, and with none.
-pub async fn start(resolved: &Resolved, o: &StartOptions) -> anyhow::Result<Vec<Figure>> {
+pub async fn start(
+    resolved: &Resolved,
+    o: &StartOptions,
+    stop: &Stop,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Outcome> {
     let (dir, _temporary) = place(resolved, None)?;
-    let runtime = tempfile::tempdir()?;
-    let resolved = exact(resolved, runtime.path(), &dir)?;
-    let once = async |resolved: &Resolved| -> anyhow::Result<f64> {
-        let started = Instant::now();
-        let mut pair = Pair::start(resolved)?;
-        let ready = pair.ready(&resolved.config).await.map(|_| started.elapsed().as_secs_f64());
-        pair.stop()?;
-        ready
+    let (mut empty, mut full) = (Vec::new(), Vec::new());
+    let mut all = async || {
+        let once = async || {
+            let started = Instant::now();
+            let ready =
+                async |_, config: &Config| Ok((started.elapsed().as_secs_f64(), config.clone()));
+            with_private(resolved, &dir, &exact(), ready).await
+        };
+        let (_, config) = once().await?;
+        for _ in 0..o.rounds {
+            empty.push(once().await?.0);
+        }
+        stop.check()?;
+        let store = offline::open(&config, None)?;
+        let filled = Instant::now();
+        own(offline::fill_index(&store, o.chunks))?;
+        say!("{} chunks indexed in {:.0} s", o.chunks, filled.elapsed().as_secs_f64());
+        let opened = Instant::now();
+        drop(store);
+        let store = offline::open(&config, None)?;
+        let open = opened.elapsed().as_secs_f64();
+        drop(store);
+        for _ in 0..o.rounds {
+            full.push(once().await?.0);
+        }
+        Ok(open)
     };
-    once(&resolved).await?;
-    let mut empty = Vec::new();
-    for _ in 0..o.rounds {
-        empty.push(once(&resolved).await?);
-    }
-    let store = offline::open(&resolved.config, None)?;
-    let filled = Instant::now();
-    own(offline::fill_index(&store, o.chunks))?;
-    say!("{} chunks indexed in {:.0} s", o.chunks, filled.elapsed().as_secs_f64());
-    let opened = Instant::now();
-    drop(store);
-    let store = offline::open(&resolved.config, None)?;
-    let open = opened.elapsed().as_secs_f64();
-    drop(store);
-    let mut full = Vec::new();
-    for _ in 0..o.rounds {
-        full.push(once(&resolved).await?);
-    }
-    Ok(vec![
-        Figure::exact("start_chunks", o.chunks as f64, "chunks"),
+    let ended = all().await;
+    let open = *ended.as_ref().unwrap_or(&f64::NAN);
+    let mut figures = vec![
         Figure::exact("start_open_store_s", open, "s"),
         Figure::median("start_empty_s", &empty, "s"),
         Figure::median("start_1m_chunks_s", &full, "s"),
-    ])
+    ];
+    if !full.is_empty() {
+        figures.push(Figure::exact("start_chunks", o.chunks as f64, "chunks"));
+    }
+    Outcome::until(ended.map(|_| ()), figures, notes)
 }

@@ -46,7 +46,7 @@ impl Figure {
         Self { name: name.into(), value, unit, low: value, high: value, target: None }
     }
 
-    /// The median of samples, with the first and third quartile.
+    /// The median of samples, with the first and third quartile; not a number without samples.
     pub fn median(name: impl Into<String>, samples: &[f64], unit: &'static str) -> Self {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -56,6 +56,34 @@ impl Figure {
         };
         let value = crate::demo::median(sorted.clone());
         Self { name: name.into(), value, unit, low: at(0.25), high: at(0.75), target: None }
+    }
+}
+
+/// What was measured, and whether that was all.
+pub struct Outcome {
+    pub figures: Vec<Figure>,
+    pub complete: bool,
+}
+
+impl Outcome {
+    pub fn complete(figures: Vec<Figure>) -> Self {
+        Self { figures, complete: true }
+    }
+
+    /// What was measured until something ended it: its end, a Ctrl-C, or an error, which the notes
+    /// say, and which is all there is if nothing was measured.
+    pub fn until(
+        ended: anyhow::Result<()>,
+        mut figures: Vec<Figure>,
+        notes: &mut Vec<String>,
+    ) -> anyhow::Result<Self> {
+        let Err(e) = ended else { return Ok(Self::complete(figures)) };
+        figures.retain(|f| !f.value.is_nan());
+        if figures.is_empty() {
+            return Err(e);
+        }
+        notes.push(format!("not all of it: {e:#}"));
+        Ok(Self { figures, complete: false })
     }
 }
 

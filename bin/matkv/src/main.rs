@@ -27,6 +27,7 @@ mod peers;
 mod render;
 mod report;
 mod sources;
+mod stop;
 mod store;
 mod throughput;
 mod trace;

@@ -166,17 +166,9 @@ pub async fn with_private<T>(
     worked
 }
 
-/// What keeps a store in one directory, whatever the configured one's tiers are.
-pub fn in_one_directory() -> [(&'static str, String); 3] {
-    [
-        ("storage.type", "single".to_owned()),
-        ("storage.dirs", String::new()),
-        ("cold.url", String::new()),
-    ]
-}
-
-/// A configuration with its own runtime directory and store.
-pub fn private(
+/// A configuration with its own runtime directory, and its own store in this one directory: it
+/// writes to none of the directories and tiers of the configured one, unless `more` says so.
+fn private(
     resolved: &Resolved,
     directory: &Path,
     store: &Path,
@@ -185,6 +177,9 @@ pub fn private(
     let mut resolved = resolved.clone();
     resolved.override_with("paths.runtime_dir", &directory.join("run").display().to_string())?;
     resolved.override_with("paths.store_dir", &store.display().to_string())?;
+    resolved.override_with("storage.type", "single")?;
+    resolved.override_with("storage.dirs", "")?;
+    resolved.override_with("cold.url", "")?;
     for (key, value) in more {
         resolved.override_with(key, value)?;
     }

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use matkv_api::v1::Timings;
 use matkv_config::Resolved;
 
@@ -103,8 +103,8 @@ fn options(o: &ReportOptions, store: &Path) -> anyhow::Result<E2eOptions> {
 }
 
 /// Asks every question in both modes, in every batch size and with and without overlap, then from
-/// every tier; returns the tables.
-pub async fn measure(resolved: &Resolved, o: &ReportOptions) -> anyhow::Result<String> {
+/// every tier; returns the tables, and whether that is all of them.
+pub async fn measure(resolved: &Resolved, o: &ReportOptions) -> anyhow::Result<(String, bool)> {
     let (store, _temporary) = place(resolved, None)?;
     let options = options(o, &store)?;
     let modes = MODES.map(str::to_owned);
@@ -115,15 +115,21 @@ pub async fn measure(resolved: &Resolved, o: &ReportOptions) -> anyhow::Result<S
     batch.sort_unstable();
     batch.dedup();
     let batches = E2eOptions { batch, overlap: vec![Overlap::Off, Overlap::On], ..options.clone() };
-    let batches = all(e2e::measure(resolved, &batches, &modes, meter.as_ref().ok()).await?)?;
+    let measured = e2e::measure(resolved, &batches, &modes, meter.as_ref().ok()).await?;
+    let (measured, mut ended) = whole(measured);
     let tiers = E2eOptions {
         tier: vec![Tier::Arena, Tier::Flash, Tier::Cold],
         overlap: vec![Overlap::Off],
         ..options
     };
-    let tiers = all(e2e::measure(resolved, &tiers, &modes[1..], None).await?)?;
-    let batches = pairs(&batches);
-    let (alone, _) = batches.first().context("no request was measured")?;
+    let mut kinds = Vec::new();
+    if ended.is_ok() {
+        (kinds, ended) = whole(e2e::measure(resolved, &tiers, &modes[1..], None).await?);
+    }
+    let Some(alone) = measured.first() else {
+        return Err(ended.err().unwrap_or_else(|| anyhow!("no request was measured")));
+    };
+    let batches = pairs(&measured);
     let questions = alone.runs[0].answers.len();
     let mut out = format!(
         "{questions} questions, at most {ANSWER} tokens each, {}; chunks on flash, arena cold\n",
@@ -132,17 +138,23 @@ pub async fn measure(resolved: &Resolved, o: &ReportOptions) -> anyhow::Result<S
     out += &format!("\none request at a time, no overlap; medians\n{}", phases(&alone.runs));
     out +=
         &format!("\nall questions; the next group begins when one has ended\n{}", sweep(&batches));
-    out += &format!("\none at a time, no overlap; medians\n{}", storage(&tiers));
+    out += &format!("\none at a time, no overlap; medians\n{}", storage(&kinds));
     out += &match &meter {
         Ok(meter) => format!("\nenergy: {}\n{}", meter.describe(), energy_table(&batches)),
         Err(_) => format!("\n{}\n", energy::note(&meter)),
     };
-    Ok(out + "\n" + CLAIMS + "\n")
+    if let Err(e) = &ended {
+        out += &format!("\nnot all of it: {e:#}\n");
+    }
+    Ok((out + "\n" + CLAIMS + "\n", ended.is_ok()))
 }
 
-/// A table of less than everything would mislead.
-fn all((measured, error): e2e::Outcome) -> anyhow::Result<Vec<Measured>> {
-    error.map_or(Ok(measured), Err)
+/// Without the case that was not measured to its end: fewer questions would be other ones.
+fn whole((mut measured, ended): e2e::Ended) -> e2e::Ended {
+    if ended.is_err() {
+        measured.pop();
+    }
+    (measured, ended)
 }
 
 /// Medians of requests one at a time.

@@ -4,21 +4,22 @@
 //! Questions are drawn by Zipf's law, so that some documents are asked for again and again. Every
 //! mode gets the same questions at the same times, from one seed.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::cell::{Cell, RefCell};
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
+use futures_util::future::join_all;
 use matkv_api::Client;
 use matkv_api::v1::GenerateRequest;
+use matkv_config::Resolved;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 use crate::args::ThroughputOptions;
 use crate::ask::{Answer, generate};
-use crate::bench::{ingest_all, lines};
+use crate::bench::{ingest_all, lines, with_pair};
 use crate::energy::{self, Meter};
-use crate::figures::{Figure, percentiles};
+use crate::figures::{Figure, Outcome, percentiles};
 
 /// One request: how it ended, and what it took from when it was due.
 struct Served {
@@ -58,31 +59,43 @@ fn requests(o: &ThroughputOptions, questions: &[String]) -> Vec<Request> {
     (0..o.requests).map(draw).collect()
 }
 
+/// What was served in one mode.
+struct Run<'a> {
+    mode: &'a str,
+    served: RefCell<Vec<Served>>,
+    started: Instant,
+    /// When the last request was served.
+    ended: Cell<Instant>,
+    /// Of all of them.
+    joules: Option<f64>,
+}
+
 pub async fn run(
-    client: Client,
+    resolved: &Resolved,
     o: &ThroughputOptions,
     notes: &mut Vec<String>,
-) -> anyhow::Result<Vec<Figure>> {
+) -> anyhow::Result<Outcome> {
     ensure!(o.clients > 0 && o.requests > 0, "--clients and --requests must be at least 1");
     ensure!(o.rate.is_none_or(|r| r > 0.0), "--rate must be more than 0");
     let questions = lines(&o.questions, "query")?;
     ensure!(!questions.is_empty(), "{} has no questions", o.questions.display());
-    ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
     let requests = requests(o, &questions);
     let meter = Meter::find();
-    let mut out = Vec::new();
-    for mode in &o.mode {
-        eprintln!("{mode}: {} requests", requests.len());
-        let joules = meter.as_ref().ok().map(Meter::start);
-        let started = Instant::now();
-        let served = match o.rate {
-            Some(_) => open_loop(&client, o, mode, &requests).await?,
-            None => closed_loop(&client, o, mode, &requests).await?,
-        };
-        let seconds = started.elapsed().as_secs_f64();
-        let joules = joules.map(|m| m.stop());
-        out.extend(figures(mode, &served, seconds, o.limit_ms, joules));
-    }
+    let mut runs = Vec::new();
+    let ended = with_pair(resolved, o.store.as_deref(), async |client| {
+        ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
+        for mode in &o.mode {
+            eprintln!("{mode}: {} requests", requests.len());
+            runs.push(Run::new(mode));
+            let joules = meter.as_ref().ok().map(Meter::start);
+            if let Some(run) = runs.last_mut() {
+                run.all(&client, o, &requests).await;
+                run.joules = joules.map(|m| m.stop());
+            }
+        }
+        Ok(())
+    });
+    let ended = ended.await;
     let how = match o.rate {
         Some(rate) => format!("arrivals of a Poisson process, {rate} a second"),
         None => format!("{} clients, each asks again when it has its answer", o.clients),
@@ -93,7 +106,9 @@ pub async fn run(
         o.zipf, o.limit_ms
     ));
     notes.push(energy::note(&meter));
-    Ok(out)
+    let begun = runs.iter().filter(|r| !r.served.borrow().is_empty());
+    let out = begun.flat_map(|r| r.figures(o.limit_ms)).collect();
+    Outcome::until(ended, out, notes)
 }
 
 async fn ask(client: Client, o: &ThroughputOptions, mode: &str, question: String) -> Served {
@@ -111,82 +126,71 @@ async fn ask(client: Client, o: &ThroughputOptions, mode: &str, question: String
     Served { answer, first_ms, total_ms }
 }
 
-async fn closed_loop(
-    client: &Client,
-    o: &ThroughputOptions,
-    mode: &str,
-    requests: &[Request],
-) -> anyhow::Result<Vec<Served>> {
-    let (next, requests) = (Arc::new(AtomicUsize::new(0)), Arc::new(requests.to_vec()));
-    let clients: Vec<_> = (0..o.clients)
-        .map(|_| {
-            let (client, o, mode) = (client.clone(), o.clone(), mode.to_owned());
-            let (next, requests) = (Arc::clone(&next), Arc::clone(&requests));
-            tokio::spawn(async move {
-                let mut served = Vec::new();
-                while let Some(r) = requests.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    served.push(ask(client.clone(), &o, &mode, r.question.clone()).await);
+impl<'a> Run<'a> {
+    fn new(mode: &'a str) -> Self {
+        let now = Instant::now();
+        let (served, ended) = (RefCell::default(), Cell::new(now));
+        Self { mode, served, started: now, ended, joules: None }
+    }
+
+    /// All requests. Nothing is spawned: when this is dropped, nobody asks any more.
+    async fn all(&self, client: &Client, o: &ThroughputOptions, requests: &[Request]) {
+        let one = async |request: &Request| {
+            let served = ask(client.clone(), o, self.mode, request.question.clone()).await;
+            let mut all = self.served.borrow_mut();
+            all.push(served);
+            self.ended.set(Instant::now());
+            if all.len().is_multiple_of(requests.len().div_ceil(10)) {
+                eprintln!("{}: {}/{}", self.mode, all.len(), requests.len());
+            }
+        };
+        if o.rate.is_some() {
+            // Each when it is due, whoever still waits.
+            let started = tokio::time::Instant::now();
+            let due = async |request: &Request| {
+                tokio::time::sleep_until(started + request.due).await;
+                one(request).await;
+            };
+            join_all(requests.iter().map(due)).await;
+        } else {
+            let next = &RefCell::new(requests.iter());
+            let client = async |_| {
+                loop {
+                    let Some(request) = next.borrow_mut().next() else { return };
+                    one(request).await;
                 }
-                served
-            })
-        })
-        .collect();
-    let mut out = Vec::new();
-    for client in clients {
-        out.extend(client.await?);
+            };
+            join_all((0..o.clients).map(client)).await;
+        }
     }
-    Ok(out)
-}
 
-async fn open_loop(
-    client: &Client,
-    o: &ThroughputOptions,
-    mode: &str,
-    requests: &[Request],
-) -> anyhow::Result<Vec<Served>> {
-    let started = tokio::time::Instant::now();
-    let mut asked = Vec::new();
-    for request in requests.iter().cloned() {
-        tokio::time::sleep_until(started + request.due).await;
-        let (client, o, mode) = (client.clone(), o.clone(), mode.to_owned());
-        asked.push(tokio::spawn(async move { ask(client, &o, &mode, request.question).await }));
+    fn figures(&self, limit_ms: f64) -> Vec<Figure> {
+        let served = self.served.borrow();
+        let seconds = (self.ended.get() - self.started).as_secs_f64();
+        let named = |name: &str| format!("{name}[{}]", self.mode);
+        let done: Vec<&Served> = served.iter().filter(|s| s.answer.is_some()).collect();
+        let tokens: usize =
+            done.iter().filter_map(|s| s.answer.as_ref()).map(|a| a.tokens.len()).sum();
+        let good = done.iter().filter(|s| s.first_ms <= limit_ms).count();
+        let mut out = vec![
+            Figure::exact(named("requests_per_s"), done.len() as f64 / seconds, "requests/s"),
+            Figure::exact(named("goodput_per_s"), good as f64 / seconds, "requests/s"),
+            Figure::exact(named("tokens_per_s"), tokens as f64 / seconds, "tokens/s"),
+            Figure::exact(named("failed"), (served.len() - done.len()) as f64, "requests"),
+        ];
+        let first = done.iter().map(|s| s.first_ms).collect();
+        let total = done.iter().map(|s| s.total_ms).collect();
+        for (name, all) in [("ttft_ms", first), ("total_ms", total)] {
+            let shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)];
+            out.extend(percentiles(all, &shares, |p| named(&format!("{name}_{p}"))));
+        }
+        if let (Some(joules), false) = (self.joules, done.is_empty()) {
+            let each = joules / done.len() as f64;
+            out.push(Figure::exact(named("joules_per_1000_requests"), each * 1e3, "J"));
+            out.push(Figure::exact(named("requests_per_kwh"), 3.6e6 / each, "requests"));
+        }
+        out
     }
-    let mut out = Vec::new();
-    for request in asked {
-        out.push(request.await?);
-    }
-    Ok(out)
-}
-
-fn figures(
-    mode: &str,
-    served: &[Served],
-    seconds: f64,
-    limit_ms: f64,
-    joules: Option<f64>,
-) -> Vec<Figure> {
-    let named = |name: &str| format!("{name}[{mode}]");
-    let done: Vec<&Served> = served.iter().filter(|s| s.answer.is_some()).collect();
-    let tokens: usize = done.iter().filter_map(|s| s.answer.as_ref()).map(|a| a.tokens.len()).sum();
-    let good = done.iter().filter(|s| s.first_ms <= limit_ms).count();
-    let mut out = vec![
-        Figure::exact(named("requests_per_s"), done.len() as f64 / seconds, "requests/s"),
-        Figure::exact(named("goodput_per_s"), good as f64 / seconds, "requests/s"),
-        Figure::exact(named("tokens_per_s"), tokens as f64 / seconds, "tokens/s"),
-        Figure::exact(named("failed"), (served.len() - done.len()) as f64, "requests"),
-    ];
-    let first = done.iter().map(|s| s.first_ms).collect();
-    let total = done.iter().map(|s| s.total_ms).collect();
-    for (name, all) in [("ttft_ms", first), ("total_ms", total)] {
-        let shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)];
-        out.extend(percentiles(all, &shares, |p| named(&format!("{name}_{p}"))));
-    }
-    if let (Some(joules), false) = (joules, done.is_empty()) {
-        let each = joules / done.len() as f64;
-        out.push(Figure::exact(named("joules_per_1000_requests"), each * 1e3, "J"));
-        out.push(Figure::exact(named("requests_per_kwh"), 3.6e6 / each, "requests"));
-    }
-    out
 }
 
 #[cfg(test)]

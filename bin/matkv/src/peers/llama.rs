@@ -14,7 +14,7 @@ use anyhow::{Context, bail, ensure};
 use matkv_loader_core::process::die_with_parent;
 use serde_json::{Value, json};
 
-use super::stop::Stop;
+use crate::stop::Stop;
 
 /// Weight types it is measured with.
 pub const TYPES: [&str; 3] = ["Q4_1", "Q8_0", "BF16"];

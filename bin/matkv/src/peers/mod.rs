@@ -10,7 +10,6 @@ mod llama;
 mod model;
 mod overlap;
 mod serving;
-mod stop;
 mod targets;
 mod workload;
 
@@ -24,15 +23,9 @@ use matkv_loader_core::measure::speed::Speed;
 
 use crate::args::PeersOptions;
 use crate::bench_store::own;
-use crate::figures::Figure;
+use crate::figures::{Figure, Outcome};
+use crate::stop::Stop;
 use llama::Llama;
-use stop::Stop;
-
-/// What was measured, and whether that was all.
-pub struct Outcome {
-    pub figures: Vec<Figure>,
-    pub complete: bool,
-}
 
 /// One run.
 struct Bench<'a> {
@@ -97,6 +90,7 @@ const GROUPS: [(Group, &[&str]); 8] = [
 pub async fn run(
     resolved: &Resolved,
     options: &PeersOptions,
+    stop: &Stop,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     let known = |name: &String| GROUPS.iter().any(|(_, names)| names.contains(&name.as_str()));
@@ -105,14 +99,13 @@ pub async fn run(
     }
     ensure!(options.rounds > 0, "--rounds must be at least 1");
     let threads = Config::threads(resolved.config.loader_threads);
-    let stop = Stop::on_ctrl_c();
     let dir = options.peers.clone().unwrap_or_else(|| resolved.config.cache_dir.join("peers"));
     let mut bench = Bench {
         resolved,
         options,
         threads,
         llama: Llama::find(dir, threads, stop.clone())?,
-        stop,
+        stop: stop.clone(),
         figures: Vec::new(),
         notes: Vec::new(),
         speed: OnceCell::new(),

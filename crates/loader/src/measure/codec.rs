@@ -103,25 +103,26 @@ pub struct Question<'a> {
     pub rest: &'a [u32],
 }
 
-/// Compares row types on questions. Returns one result a type, in their order.
+/// Compares row types on questions, as long as `next` asks for the next one. Returns one result a
+/// type, in their order.
 ///
 /// # Errors
 /// If rows cannot be encoded.
 pub fn fidelity(
     store: &Store,
-    model: &LanguageModel,
-    prefix: &[u32],
+    (model, prefix): (&LanguageModel, &[u32]),
     chunks: &[Stored],
     questions: &[Question<'_>],
     dtypes: &[KvDtype],
     answer: usize,
+    mut next: impl FnMut() -> bool,
 ) -> Result<Vec<Fidelity>, String> {
     let bytes = KvLayout::new(model.kv_shape(), KvDtype::Bf16, prefix.len()).total_bytes();
     let arena = Arena::new(&Region::anonymous(size_class(bytes)), 0..size_class(bytes));
     let prefix_rows = compile_prefix(model, prefix, &arena).map_err(text)?;
     let mut samples: Vec<Vec<f64>> = vec![Vec::new(); dtypes.len()];
     let mut same = vec![0usize; dtypes.len()];
-    for question in questions {
+    for question in questions.iter().take_while(|_| next()) {
         let tokens: Vec<&[u32]> =
             question.chunks.iter().map(|&i| chunks[i].tokens.as_slice()).collect();
         let plan = Plan::new(Mode::Linked(32), prefix, &tokens, question.rest, answer);
@@ -145,7 +146,7 @@ pub fn fidelity(
         .iter()
         .zip(same)
         .map(|(kl, same)| {
-            let n = kl.len().max(1) as f64;
+            let n = kl.len() as f64;
             let mean = kl.iter().sum::<f64>() / n;
             let variance = kl.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / n;
             Fidelity {

@@ -144,8 +144,8 @@ struct Asked<'a> {
     answer: usize,
 }
 
-/// Asks every question by every method; `done` hears of each question. Returns for each method
-/// one sample a question.
+/// Asks every question by every method, as long as `next` asks for the next one. Returns for each
+/// method one sample a question.
 ///
 /// # Errors
 /// If a chunk cannot be read.
@@ -155,13 +155,13 @@ pub fn compare(
     questions: &[Question],
     methods: &[Method],
     answer: usize,
-    mut done: impl FnMut(usize),
+    mut next: impl FnMut() -> bool,
 ) -> Result<Vec<Vec<Sample>>, String> {
     let bytes = KvLayout::new(model.kv_shape(), KvDtype::Bf16, prefix.len()).total_bytes();
     let arena = Arena::new(&Region::anonymous(size_class(bytes)), 0..size_class(bytes));
     let prefix_rows = &compile_prefix(model, prefix, &arena).map_err(text)?;
     let mut samples = vec![Vec::new(); methods.len()];
-    for (i, question) in questions.iter().enumerate() {
+    for question in questions.iter().take_while(|_| next()) {
         let stored = &stored(store, &question.chunks)?;
         let asked = Asked { model, prefix, prefix_rows, stored, question, answer };
         let plan = asked.plan(Mode::Vanilla);
@@ -183,7 +183,6 @@ pub fn compare(
             };
             samples.push(asked.sample(&plan, &forced, &reference));
         }
-        done(i);
     }
     Ok(samples)
 }

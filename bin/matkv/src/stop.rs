@@ -34,6 +34,19 @@ impl Stop {
         self.0.load(Ordering::SeqCst)
     }
 
+    /// Whether to go on with the next of so many, which it names.
+    pub fn counting(&self, what: &str, of: usize) -> impl FnMut() -> bool {
+        let mut at = 0;
+        move || {
+            at += 1;
+            let go_on = !self.is_raised();
+            if go_on {
+                eprintln!("{what} {at}/{of}");
+            }
+            go_on
+        }
+    }
+
     pub fn check(&self) -> anyhow::Result<()> {
         ensure!(!self.is_raised(), "interrupted");
         Ok(())
