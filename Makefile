@@ -11,8 +11,8 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput bench-trace \
-	bench-start bench-forward bench-prefill bench-decode bench-peers peers bench-paper soak \
+	bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput bench-energy \
+	bench-trace bench-start bench-forward bench-prefill bench-decode bench-peers peers bench-paper soak \
 	soak-storage simulate fuzz install clean
 
 demo: build
@@ -64,7 +64,7 @@ models: compile
 # musique, unpacked or not.
 DATA ?= ../shared/data
 bench-e2e bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput \
-bench-paper: build
+bench-energy bench-paper: build
 	scripts/bench.sh $(@:bench-%=%) $(DATA)
 
 # llama.cpp is built once; PEERS=--torch also installs PyTorch, which has gigabytes.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a benchmark on the LongBench HotpotQA documents, `paper` on TurboRAG's, `musique` (which is
 # `fidelity`) on MuSiQue's:
-#   scripts/bench.sh e2e|cold|load|codec|fidelity|musique|throughput|peers|paper DATA_DIRECTORY
+#   scripts/bench.sh e2e|cold|load|codec|fidelity|musique|throughput|energy|peers|paper DATA_DIRECTORY
 # DATA_DIRECTORY holds longbench-hotpotqa/ (turborag/, musique/) or it as .tar.xz. More arguments go
 # to `matkv bench`. The process asks for the processor before others do where it may.
 set -euo pipefail
@@ -69,12 +69,12 @@ fidelity | musique)
         --questions "$corpus/questions/query.jsonl" --answers "$corpus/answers/answer.jsonl" \
         --count "${COUNT:-20}" --store "$store" "$@"
     ;;
-throughput)
-    "$matkv" bench throughput --corpus "$corpus/documents" --documents "${DOCUMENTS:-200}" \
+throughput | energy)
+    "$matkv" bench "$kind" --corpus "$corpus/documents" --documents "${DOCUMENTS:-200}" \
         --questions "$corpus/questions/query.jsonl" --store "$store" "$@"
     ;;
 *)
-    echo "usage: scripts/bench.sh e2e|cold|load|codec|fidelity|musique|throughput|peers|paper" \
+    echo "usage: scripts/bench.sh e2e|cold|load|codec|fidelity|musique|throughput|energy|peers|paper" \
         "DATA_DIRECTORY" >&2
     exit 2
     ;;

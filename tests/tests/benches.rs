@@ -189,6 +189,20 @@ async fn every_interrupted_benchmark_says_what_it_has_measured() {
 }
 
 #[test]
+fn energy_is_measured_or_said_to_be_unknown() {
+    if Home::models().is_none() {
+        return;
+    }
+    let (home, corpus) = (Home::new(), Corpus::new());
+    let few = ["--requests", "2", "--mode", "independent", "--max-new-tokens", "2"];
+    let output = bench(&home, &corpus.with(&["energy"], &few));
+    let found = figures(&output);
+    let joules = found.get("joules_per_1000_requests[independent]");
+    assert_eq!(joules.is_none(), output.out.contains("energy: not available here: "), "{output:?}");
+    assert_eq!(joules.is_none(), !found.contains_key("requests_per_kwh[independent]"));
+}
+
+#[test]
 fn the_papers_tables_are_printed_beside_the_published_figures() {
     if Home::models().is_none() {
         return;

@@ -226,16 +226,33 @@ async fn settings_reach_the_processes_unchanged() {
     server.stop().await;
 }
 
-/// Threads of a process whose names begin so, and the cores each may run on.
-fn bound(pid: u32, name: &str) -> Vec<Vec<usize>> {
+/// This file of the threads of a process whose names begin so.
+fn of_threads(pid: u32, name: &str, file: &str) -> Vec<String> {
     let threads = entries(format!("/proc/{pid}/task").as_ref());
-    let of = |file: &'static str| {
-        threads.iter().map(move |t| std::fs::read_to_string(t.join(file)).unwrap_or_default())
+    let read = |file: &str| {
+        threads
+            .iter()
+            .map(|t| std::fs::read_to_string(t.join(file)).unwrap_or_default())
+            .collect::<Vec<_>>()
     };
-    let ours = of("comm").zip(of("status")).filter(|(comm, _)| comm.starts_with(name));
+    let all = read("comm").into_iter().zip(read(file));
+    all.filter(|(comm, _)| comm.starts_with(name)).map(|(_, text)| text).collect()
+}
+
+/// The cores each of them may run on.
+fn bound(pid: u32, name: &str) -> Vec<Vec<usize>> {
     let line = "Cpus_allowed_list:";
-    let list = |status: &str| status.lines().find_map(|l| Some(cores(l.strip_prefix(line)?)));
-    ours.filter_map(|(_, status)| list(&status)).collect()
+    let list = |status: &String| status.lines().find_map(|l| Some(cores(l.strip_prefix(line)?)));
+    of_threads(pid, name, "status").iter().filter_map(list).collect()
+}
+
+/// How nice each of them is.
+fn nice(pid: u32, name: &str) -> Vec<i32> {
+    let of = |stat: &String| {
+        let fields = stat.rsplit_once(") ").expect("fields behind a name").1;
+        fields.split(' ').nth(16).and_then(|n| n.parse().ok()).expect("a number")
+    };
+    of_threads(pid, name, "stat").iter().map(of).collect()
 }
 
 /// Of a list as the kernel writes it: `0-2,5`.
@@ -257,6 +274,7 @@ async fn threads_run_where_they_are_told_to() {
         &format!("threads.loader_cores={first}"),
         "threads.decoder=1",
         &format!("threads.decoder_cores={last},{first}"),
+        "threads.decoder_nice=7",
     ];
     let Some(server) = Server::start(&settings).await else { return };
     server.ingest(&[("bell", "The tide bell was cast in 1768.")]).await;
@@ -264,5 +282,8 @@ async fn threads_run_where_they_are_told_to() {
     let status = server.status().await;
     assert_eq!(bound(status.loader_pid, "compute"), [[first], [first]]);
     assert_eq!(bound(status.decoder_pid, "session"), [[last]]);
+    let loader = nice(status.loader_pid, "compute")[0];
+    assert_eq!(nice(status.loader_pid, "compute"), [loader, loader]);
+    assert_eq!(nice(status.decoder_pid, "session"), [(loader + 7).min(19)]);
     server.stop().await;
 }

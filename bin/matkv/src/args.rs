@@ -277,6 +277,8 @@ pub enum BenchCommand {
     Peers(PeersOptions),
     /// Requests a second, percentiles and energy: many clients, or arrivals that wait for nobody
     Throughput(ThroughputOptions),
+    /// Joules per 1,000 requests and requests per kWh, if the machine has a meter
+    Energy(ThroughputOptions),
     /// Show results of benchmarks as a page with plots, or latency by phase beside published ones
     Report(ReportOptions),
 }

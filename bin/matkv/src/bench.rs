@@ -45,6 +45,7 @@ pub async fn run(
         BenchCommand::Start(o) => ("start", bench_store::start(resolved, o, stop, all).await),
         BenchCommand::Peers(o) => ("peers", peers::run(resolved, o, stop, all).await),
         BenchCommand::Throughput(o) => ("throughput", throughput::run(resolved, o, all).await),
+        BenchCommand::Energy(o) => ("energy", throughput::energy(resolved, o, all).await),
         BenchCommand::Report(o) if o.paper => {
             let (tables, complete) = paper::measure(resolved, o).await?;
             say_part!("{tables}");
@@ -81,7 +82,7 @@ fn show(resolved: &Resolved, name: &str, figures: &[Figure], notes: &[String], f
         }
         Format::Text => {
             // Its tables say the same, and can be read.
-            if !["trace", "fidelity"].contains(&name) {
+            if !["trace", "fidelity"].contains(&name) && !figures.is_empty() {
                 say_part!("{}", figures::text(figures));
             }
             notes.iter().for_each(|n| say!("{n}"));

@@ -111,6 +111,23 @@ pub async fn run(
     Outcome::until(ended, out, notes)
 }
 
+/// What a request costs in energy; nothing is measured where the machine has no meter.
+pub async fn energy(
+    resolved: &Resolved,
+    o: &ThroughputOptions,
+    notes: &mut Vec<String>,
+) -> anyhow::Result<Outcome> {
+    let meter = Meter::find();
+    if meter.is_err() {
+        notes.push(energy::note(&meter));
+        return Ok(Outcome::complete(Vec::new()));
+    }
+    let mut outcome = run(resolved, o, notes).await?;
+    let names = ["joules_per_1000_requests", "requests_per_kwh", "requests_per_s"];
+    outcome.figures.retain(|f| names.iter().any(|n| f.name.starts_with(n)));
+    Ok(outcome)
+}
+
 async fn ask(client: Client, o: &ThroughputOptions, mode: &str, question: String) -> Served {
     let started = Instant::now();
     let request = GenerateRequest {

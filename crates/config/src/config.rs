@@ -156,6 +156,8 @@ pub struct Config {
     pub loader_cores: Vec<usize>,
     /// Cores the decoder's compute threads are bound to, in turn; none for any.
     pub decoder_cores: Vec<usize>,
+    /// How much nicer the decoder is than the loader.
+    pub decoder_nice: u8,
     /// What is logged: error, warn, info, debug, trace.
     pub log: String,
 }
@@ -253,6 +255,7 @@ impl Default for Config {
             decoder_threads: 0,
             loader_cores: Vec::new(),
             decoder_cores: Vec::new(),
+            decoder_nice: 5,
             log: "info".into(),
         }
     }

@@ -7,6 +7,7 @@
 
 mod config;
 mod error;
+mod forms;
 mod resolve;
 mod settings;
 mod units;

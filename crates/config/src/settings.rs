@@ -1,12 +1,12 @@
 //! The table of settings: key, what it means, how it is read and written.
 
 use std::path::PathBuf;
-use std::str::FromStr;
 use std::time::Duration;
 
-use matkv_types::{Codec, KvDtype, Mode, Precision};
+use matkv_types::{Codec, KvDtype, Precision};
 
-use crate::config::{Config, IoEngine, StorageType};
+use crate::config::Config;
+use crate::forms::*;
 use crate::units::{exact_bytes, format_duration, parse_bytes, parse_duration};
 
 /// One key of the configuration.
@@ -28,27 +28,6 @@ impl Setting {
     }
 }
 
-fn parse<T: FromStr>(text: &str) -> Result<T, String>
-where
-    T::Err: std::fmt::Display,
-{
-    text.trim().parse().map_err(|e: T::Err| e.to_string())
-}
-
-fn at_least_one(text: &str) -> Result<usize, String> {
-    match parse(text)? {
-        0 => Err("must be at least 1".into()),
-        n => Ok(n),
-    }
-}
-
-fn between(text: &str, low: usize, high: usize) -> Result<usize, String> {
-    match parse(text)? {
-        n if (low..=high).contains(&n) => Ok(n),
-        _ => Err(format!("must be between {low} and {high}")),
-    }
-}
-
 macro_rules! setting {
     ($key:literal, $help:literal, $field:ident, $read:expr, $write:expr) => {
         Setting {
@@ -61,163 +40,6 @@ macro_rules! setting {
             get: |c| ($write)(&c.$field),
         }
     };
-}
-
-fn text(value: &str) -> Result<String, String> {
-    Ok(value.to_owned())
-}
-
-fn path(value: &str) -> Result<PathBuf, String> {
-    if value.trim().is_empty() {
-        return Err("must not be empty".into());
-    }
-    match (value.strip_prefix("~/"), std::env::var_os("HOME")) {
-        (Some(rest), Some(home)) => Ok(PathBuf::from(home).join(rest)),
-        _ => Ok(PathBuf::from(value)),
-    }
-}
-
-fn show_path(value: &std::path::Path) -> String {
-    value.display().to_string()
-}
-
-fn engine(value: &str) -> Result<IoEngine, String> {
-    match value {
-        "auto" => Ok(IoEngine::Auto),
-        "uring" => Ok(IoEngine::Uring),
-        "pread" => Ok(IoEngine::Pread),
-        _ => Err("must be auto, uring or pread".into()),
-    }
-}
-
-fn show_engine(value: &IoEngine) -> String {
-    match value {
-        IoEngine::Auto => "auto",
-        IoEngine::Uring => "uring",
-        IoEngine::Pread => "pread",
-    }
-    .into()
-}
-
-fn tcp(value: &str) -> Result<String, String> {
-    if value.is_empty() {
-        return Ok(String::new());
-    }
-    let address: std::net::SocketAddr =
-        value.parse().map_err(|_| "must be ADDRESS:PORT, or empty".to_owned())?;
-    if !address.ip().is_loopback() {
-        return Err("only loopback addresses are served: there is no authentication yet".into());
-    }
-    Ok(value.to_owned())
-}
-
-fn log_level(value: &str) -> Result<String, String> {
-    match value {
-        "error" | "warn" | "info" | "debug" | "trace" => Ok(value.to_owned()),
-        _ => Err("must be error, warn, info, debug or trace".into()),
-    }
-}
-
-fn time(value: &str) -> Result<Duration, String> {
-    match parse_duration(value)? {
-        t if t >= Duration::from_secs(1) => Ok(t),
-        _ => Err("must be at least 1s".into()),
-    }
-}
-
-fn arena(value: &str) -> Result<u64, String> {
-    match parse_bytes(value)? {
-        n if n >= 16 << 20 => Ok(n),
-        _ => Err("must be at least 16MiB".into()),
-    }
-}
-
-fn storage_type(value: &str) -> Result<StorageType, String> {
-    match value {
-        "single" => Ok(StorageType::Single),
-        "stripe" => Ok(StorageType::Stripe),
-        "mirror" => Ok(StorageType::Mirror),
-        _ => Err("must be single, stripe or mirror".into()),
-    }
-}
-
-fn show_storage_type(value: &StorageType) -> String {
-    match value {
-        StorageType::Single => "single",
-        StorageType::Stripe => "stripe",
-        StorageType::Mirror => "mirror",
-    }
-    .into()
-}
-
-/// Paths separated by commas, as a list in the file is handed over.
-fn paths(value: &str) -> Result<Vec<PathBuf>, String> {
-    value.split(',').map(str::trim).filter(|p| !p.is_empty()).map(path).collect()
-}
-
-fn show_paths(value: &[PathBuf]) -> String {
-    value.iter().map(|p| show_path(p)).collect::<Vec<_>>().join(",")
-}
-
-fn cores(value: &str) -> Result<Vec<usize>, String> {
-    value.split(',').map(str::trim).filter(|c| !c.is_empty()).map(parse).collect()
-}
-
-fn show_cores(value: &[usize]) -> String {
-    value.iter().map(usize::to_string).collect::<Vec<_>>().join(",")
-}
-
-fn policy(value: &str) -> Result<String, String> {
-    match value {
-        "lru" | "s3fifo" | "gdsf" | "semantic-lru" => Ok(value.to_owned()),
-        _ => Err("must be lru, s3fifo, gdsf or semantic-lru".into()),
-    }
-}
-
-fn mode(value: &str) -> Result<String, String> {
-    Mode::parse(value, 0).map(|_| value.to_owned()).map_err(|e| e.to_string())
-}
-
-fn share(value: &str) -> Result<f64, String> {
-    match parse::<f64>(value)? {
-        x if x > 0.0 && x <= 1.0 => Ok(x),
-        _ => Err("must be above 0 and at most 1".into()),
-    }
-}
-
-fn block(value: &str) -> Result<u64, String> {
-    match parse_bytes(value)? {
-        n if (4096..=64 << 20).contains(&n) && n.is_multiple_of(4096) => Ok(n),
-        _ => Err("must be whole pages of 4 KiB, at most 64MiB".into()),
-    }
-}
-
-fn level(value: &str) -> Result<u32, String> {
-    between(value, 1, 19).map(|n| n as u32)
-}
-
-fn cold_url(value: &str) -> Result<String, String> {
-    let known = ["file:///", "s3://"].iter().any(|p| value.starts_with(p));
-    if known || value.is_empty() || value == "memory:" {
-        return Ok(value.to_owned());
-    }
-    Err("must be file:///directory, s3://bucket/prefix, or empty".into())
-}
-
-fn endpoint(value: &str) -> Result<String, String> {
-    let known = ["http://", "https://"].iter().any(|p| value.starts_with(p));
-    if known || value.is_empty() {
-        return Ok(value.to_owned());
-    }
-    Err("must begin with http:// or https://, or be empty".into())
-}
-
-fn show_time(value: &Duration) -> String {
-    format_duration(*value)
-}
-
-fn show_bytes(value: &u64) -> String {
-    exact_bytes(*value)
 }
 
 /// Every key, in the order of the example file.
@@ -593,6 +415,13 @@ pub static SETTINGS: &[Setting] = &[
         decoder_cores,
         cores,
         |c: &Vec<usize>| show_cores(c)
+    ),
+    setting!(
+        "threads.decoder_nice",
+        "how much nicer the decoder is than the loader: what waits for prefills is decoded together",
+        decoder_nice,
+        |t: &str| between(t, 0, 19).map(|n| n as u8),
+        u8::to_string
     ),
     setting!("log.level", "error, warn, info, debug or trace", log, log_level, String::clone),
 ];

@@ -26,7 +26,7 @@ pub struct Options {
 /// If the model cannot be opened, the loader refuses this decoder, or a thread fails for good.
 pub fn run(config: &Config, options: Options) -> Result<(), DecoderError> {
     // Sequences that wait while another is prefilled are decoded together afterwards (ADR 0020).
-    let_others_go_first();
+    let_others_go_first(config.decoder_nice);
     check_cores(&config.decoder_cores)
         .map_err(|e| DecoderError::Threads(format!("threads.decoder_cores: {e}")))?;
     let path = model_path(&config.cache_dir, &config.model)?;

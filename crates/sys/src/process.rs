@@ -53,13 +53,11 @@ pub fn terminate_and_wait(child: &mut Child, deadline: Duration) {
     let _ = child.wait();
 }
 
-/// How much nicer a process becomes that lets others go first: a third of their weight, so that it
-/// still gets a quarter of a core that another one wants for itself.
-const NICER: libc::c_int = 5;
-
-/// Lets other processes go first where they want the same cores. It holds for the calling thread
-/// and those it starts from now on; a system that refuses leaves things as they are.
-pub fn let_others_go_first() {
+/// Makes this process nicer by so much: others go first where they want the same cores. By 5 it
+/// has a third of their weight, and still gets a quarter of a core that another one wants for
+/// itself. It holds for the calling thread and those it starts from now on; a system that refuses
+/// leaves things as they are.
+pub fn let_others_go_first(nicer: u8) {
     // SAFETY: no pointers, no memory.
-    let _ = unsafe { libc::nice(NICER) };
+    let _ = unsafe { libc::nice(nicer.into()) };
 }
