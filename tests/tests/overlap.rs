@@ -43,8 +43,8 @@ async fn end(mut stream: Streaming<GenerateEvent>) {
     tokio::time::timeout(DEADLINE, events).await.expect("an end in time");
 }
 
-/// Eight requests, each made while the one before is decoded, and what both processes did.
-async fn traced(server: &Server) -> Vec<Span> {
+/// What both processes did during this.
+async fn traced(server: &Server, work: impl Future<Output = ()>) -> Vec<Span> {
     let mut client = server.client().clone();
     let trace = tokio::spawn(async move {
         loop {
@@ -64,6 +64,14 @@ async fn traced(server: &Server) -> Vec<Span> {
         client.trace(TraceRequest { seconds: 1e-3 }).await.err()
     })
     .await;
+    work.await;
+    let mut client = server.client().clone();
+    client.trace(TraceRequest { seconds: 0.0 }).await.expect("ended");
+    trace.await.expect("no panic")
+}
+
+/// Eight requests, each made while the one before is decoded.
+async fn one_after_the_other(server: &Server) {
     let mut before: Option<Streaming<GenerateEvent>> = None;
     for n in 0..REQUESTS {
         let mut stream = open(server.client(), request(n)).await.expect("admitted");
@@ -75,9 +83,18 @@ async fn traced(server: &Server) -> Vec<Span> {
         before = Some(stream);
     }
     end(before.expect("the last one")).await;
-    let mut client = server.client().clone();
-    client.trace(TraceRequest { seconds: 0.0 }).await.expect("ended");
-    trace.await.expect("no panic")
+}
+
+/// Eight requests that are there at once.
+async fn all_at_once(server: &Server) {
+    let ask = |n| {
+        let client = server.client().clone();
+        tokio::spawn(async move { end(open(&client, request(n)).await.expect("admitted")).await })
+    };
+    let asked: Vec<_> = (0..REQUESTS).map(ask).collect();
+    for one in asked {
+        one.await.expect("no panic");
+    }
 }
 
 /// When something was done for each request, in the order of the requests.
@@ -97,7 +114,7 @@ fn times(spans: &[Span], name: &str) -> Vec<(u64, u64)> {
 async fn a_load_lies_inside_the_decode_before_it() {
     let Some(server) = Server::start(&[]).await else { return };
     documents(&server).await;
-    let spans = traced(&server).await;
+    let spans = traced(&server, one_after_the_other(&server)).await;
     let pids: std::collections::BTreeSet<(&str, u32)> =
         spans.iter().map(|s| (s.process.as_str(), s.pid)).collect();
     let status = server.status().await;
@@ -112,12 +129,39 @@ async fn a_load_lies_inside_the_decode_before_it() {
     let home = server.stop().await;
 
     let server = Server::start_in(home, &["pipeline.overlap=false"]).await;
-    let spans = traced(&server).await;
+    let spans = traced(&server, one_after_the_other(&server)).await;
     let (loads, decodes) = (times(&spans, "load"), times(&spans, "decode"));
     assert_eq!((loads.len(), decodes.len()), (REQUESTS, REQUESTS));
     for load in &loads {
         let apart = |d: &(u64, u64)| load.1 <= d.0 || d.1 <= load.0;
         assert!(decodes.iter().all(apart), "{load:?} lies in one of {decodes:?}");
     }
+    server.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_overlap_a_group_goes_through_one_stage_after_the_other() {
+    let settings = ["pipeline.overlap=false", "pipeline.batch_size=4"];
+    let Some(server) = Server::start(&settings).await else { return };
+    documents(&server).await;
+    let spans = traced(&server, all_at_once(&server)).await;
+    let stages = ["load", "sub-prefill", "decode"].map(|name| times(&spans, name));
+    let crossing = |a: &(u64, u64), b: &(u64, u64)| a.0 < b.1 && b.0 < a.1;
+    for (i, stage) in stages.iter().enumerate() {
+        assert_eq!(stage.len(), REQUESTS);
+        for other in &stages[i + 1..] {
+            let apart = |a: &(u64, u64)| !other.iter().any(|b| crossing(a, b));
+            assert!(stage.iter().all(apart), "{stage:?} and {other:?}");
+        }
+    }
+    // Whoever was not there when the first group closed is in a full one.
+    let decodes = &stages[2];
+    let together = |a: &(u64, u64)| decodes.iter().filter(|b| crossing(a, b)).count();
+    assert_eq!(decodes.iter().map(together).max(), Some(4), "{decodes:?}");
+    let home = server.stop().await;
+
+    // Three requests, their chunks and rows, have no place in so little memory.
+    let server = Server::start_in(home, &[&settings[..], &["arena.size=50003968"]].concat()).await;
+    all_at_once(&server).await;
     server.stop().await;
 }

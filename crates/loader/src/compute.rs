@@ -14,6 +14,7 @@ use crate::arena::ChunkSlot;
 use crate::compile::{Compilation, CompileJob, Compiled};
 use crate::core::Core;
 use crate::error::RequestError;
+use crate::groups::Stage;
 use crate::prefill::{Prefill, Slice, Watch};
 use crate::request::Resident;
 use crate::session::Sessions;
@@ -34,6 +35,8 @@ pub struct Compute {
     pub sessions: Arc<Sessions>,
     /// Requests whose chunks are there.
     pub requests: Receiver<Box<Resident>>,
+    /// Requests whose group was not prefilled may go on now.
+    pub regrouped: Receiver<()>,
     /// Chunks that requests wait for, whose files could not be used.
     pub chunks: Receiver<CompileJob>,
     pub background: Receiver<CompileJob>,
@@ -46,6 +49,8 @@ pub struct Compute {
 /// Something computed slice by slice.
 enum Job {
     Prefill(Box<Prefill>),
+    /// All of its rows are there.
+    Prefilled(Box<Prefill>),
     Compile(Box<Compilation>),
 }
 
@@ -56,6 +61,8 @@ struct Run<'a> {
     pulse: &'a Pulse,
     /// In turn.
     active: VecDeque<Job>,
+    /// Those whose group is not.
+    prefilled: Vec<Box<Prefill>>,
     background: Option<Job>,
     /// Slices of requests since the last one of an ingest.
     since: u32,
@@ -64,8 +71,15 @@ struct Run<'a> {
 impl Compute {
     /// Runs until the flag is raised.
     pub fn run(&self, stop: &StopFlag, stopped: &Receiver<()>, pulse: &Pulse) {
-        let (active, background) = (VecDeque::new(), None);
-        let mut run = Run { compute: self, stop, pulse, active, background, since: 0 };
+        let mut run = Run {
+            compute: self,
+            stop,
+            pulse,
+            active: VecDeque::new(),
+            prefilled: Vec::new(),
+            background: None,
+            since: 0,
+        };
         while !stop.is_raised() {
             if run.active.is_empty() && run.background.is_none() {
                 pulse.rest();
@@ -79,6 +93,9 @@ impl Compute {
                         Ok(resident) => run.begin(*resident),
                         Err(_) => return,
                     },
+                    recv(self.regrouped) -> signal => if signal.is_err() {
+                        return;
+                    },
                     recv(self.background) -> job => match job {
                         Ok(job) => run.background = Some(Job::compile(job)),
                         Err(_) => return,
@@ -89,13 +106,15 @@ impl Compute {
             run.turn();
         }
         // Nobody computes what is left.
-        for job in run.active.drain(..).chain(run.background.take()) {
-            if let Job::Prefill(prefill) = job {
-                let state = Arc::clone(prefill.state());
-                drop(prefill);
-                let reason = "the loader is stopping".into();
-                state.end(Err(RequestError::Unavailable(reason)));
-            }
+        let left = run.active.drain(..).chain(run.background.take());
+        let left = left.filter_map(|job| match job {
+            Job::Prefill(prefill) | Job::Prefilled(prefill) => Some(prefill),
+            Job::Compile(_) => None,
+        });
+        for prefill in left.chain(run.prefilled.drain(..)) {
+            let state = Arc::clone(prefill.state());
+            drop(prefill);
+            state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
         }
     }
 }
@@ -105,7 +124,7 @@ impl Job {
     fn is_waiting(&mut self) -> bool {
         match self {
             Self::Prefill(prefill) => prefill.is_waiting(),
-            Self::Compile(_) => false,
+            Self::Prefilled(_) | Self::Compile(_) => false,
         }
     }
 
@@ -146,9 +165,22 @@ impl Run<'_> {
             self.background = self.slice(job);
         } else if let Some(job) = self.next_active() {
             self.since += 1;
-            let rest = self.slice(job);
-            self.active.extend(rest);
+            match self.slice(job) {
+                Some(Job::Prefilled(prefill)) => {
+                    prefill.state().through(Stage::Prefill);
+                    self.prefilled.push(prefill);
+                }
+                rest => self.active.extend(rest),
+            }
         }
+        self.finish();
+    }
+
+    /// Passes on what has been prefilled; without overlap when all of its group have been.
+    fn finish(&mut self) {
+        let ready = |p: &mut Box<Prefill>| p.state().may_go_on_after(Stage::Prefill);
+        let ready: Vec<_> = self.prefilled.extract_if(.., ready).collect();
+        ready.into_iter().for_each(|prefill| self.finish_one(*prefill));
     }
 
     /// The next one in turn that waits for nothing; if all wait, the first.
@@ -188,6 +220,8 @@ impl Run<'_> {
                 let _ = self.compute.compiled.send(compiled);
                 None
             }
+            // It is finished, not computed.
+            Job::Prefilled(prefill) => Some(Job::Prefilled(prefill)),
             Job::Prefill(prefill) => {
                 let others = || self.has_others();
                 let watch = Watch { go_on: &mut go_on, others: &others };
@@ -197,7 +231,7 @@ impl Run<'_> {
     }
 
     fn slice_of_request(&self, mut prefill: Prefill, watch: Watch<'_>) -> Option<Job> {
-        let Compute { core, prefix, sessions, load, .. } = self.compute;
+        let Compute { core, prefix, load, .. } = self.compute;
         let state = Arc::clone(prefill.state());
         let sliced = catch_unwind(AssertUnwindSafe(|| prefill.slice(core, prefix, watch)));
         // What the request held has come back before its client is told.
@@ -210,15 +244,7 @@ impl Run<'_> {
                     Err(_) => Err(RequestError::Unavailable("the loader is stopping".into())),
                 }
             }
-            Ok(Slice::Complete) => {
-                let finish = AssertUnwindSafe(|| prefill.finish(core, prefix, sessions));
-                match catch_unwind(finish) {
-                    Ok(Ok(None)) => return None,
-                    Ok(Ok(Some(reason))) => Ok(reason),
-                    Ok(Err(e)) => Err(e),
-                    Err(_) => Err(panicked()),
-                }
-            }
+            Ok(Slice::Complete) => return Some(Job::Prefilled(Box::new(prefill))),
             Ok(Slice::Abandoned) => {
                 drop(prefill);
                 if state.is_cancelled() {
@@ -234,6 +260,21 @@ impl Run<'_> {
         };
         state.end(outcome);
         None
+    }
+}
+
+impl Run<'_> {
+    /// The first token, and what follows it.
+    fn finish_one(&self, prefill: Prefill) {
+        let Compute { core, prefix, sessions, .. } = self.compute;
+        let state = Arc::clone(prefill.state());
+        let finish = AssertUnwindSafe(|| prefill.finish(core, prefix, sessions));
+        match catch_unwind(finish) {
+            Ok(Ok(None)) => {}
+            Ok(Ok(Some(reason))) => state.end(Ok(reason)),
+            Ok(Err(e)) => state.end(Err(e)),
+            Err(_) => state.end(Err(panicked())),
+        }
     }
 }
 

@@ -10,13 +10,14 @@ use matkv_api::v1::mat_kv_server::MatKv;
 use matkv_api::v1::*;
 use matkv_ring::Header;
 use matkv_telemetry::trace;
-use tokio::sync::{Mutex, Notify, OwnedMutexGuard, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Mutex, Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_stream::{Stream, StreamExt};
 use tonic::{Request, Response, Status, Streaming};
 
 use crate::error::RequestError;
 use crate::generate;
+use crate::groups::Groups;
 use crate::ingest::{IncomingDocument, IngestSession};
 use crate::request::RequestState;
 use crate::retrieve::Incoming;
@@ -46,8 +47,8 @@ pub(crate) struct Gateway {
     pub queue: Arc<Semaphore>,
     pub header: Arc<Header>,
     pub tracing: Tracing,
-    /// With overlap off: one request at a time, from admission to its end.
-    pub serial: Option<Arc<Mutex<()>>>,
+    /// With overlap off: requests go through in groups.
+    pub groups: Option<Arc<Groups>>,
 }
 
 /// One more, until it is dropped.
@@ -70,7 +71,6 @@ impl Drop for Count {
 struct Admission {
     _admitted: Count,
     _permit: OwnedSemaphorePermit,
-    _serial: Option<OwnedMutexGuard<()>>,
 }
 
 fn internal(e: impl std::fmt::Display) -> Status {
@@ -78,7 +78,9 @@ fn internal(e: impl std::fmt::Display) -> Status {
 }
 
 impl Gateway {
-    async fn admit(&self) -> Result<Admission, Status> {
+    /// Lets a request in, if there is a place for one more, and where requests go in groups, when
+    /// it is the next one's turn.
+    async fn admit(&self, state: &RequestState) -> Result<(), Status> {
         let queue = Arc::clone(&self.queue);
         let permit = queue.try_acquire_owned().map_err(|_| {
             Status::from(RequestError::Exhausted(format!(
@@ -87,11 +89,11 @@ impl Gateway {
             )))
         })?;
         let _admitted = Count::up(&self.observer.admitted);
-        let mut admission = Admission { _admitted, _permit: permit, _serial: None };
-        if let Some(serial) = &self.serial {
-            admission._serial = Some(Arc::clone(serial).lock_owned().await);
+        state.hold(Admission { _admitted, _permit: permit });
+        if let Some(groups) = &self.groups {
+            state.join(groups.join().await);
         }
-        Ok(admission)
+        Ok(())
     }
 }
 
@@ -113,8 +115,8 @@ impl MatKv for Gateway {
         let state = RequestState::new();
         let limit = deadline.unwrap_or(core.config.deadline).min(core.config.deadline);
         let ends = state.received + limit;
-        let admission = tokio::time::timeout_at(ends.into(), self.admit()).await;
-        state.hold(admission.map_err(|_| Status::from(RequestError::Deadline(limit)))??);
+        let admitted = tokio::time::timeout_at(ends.into(), self.admit(&state)).await;
+        admitted.map_err(|_| Status::from(RequestError::Deadline(limit)))??;
         let sampling = ask.sampling.clone();
         let incoming = Incoming { ask, state: Arc::clone(&state) };
         // The channel has a place for every admitted request.

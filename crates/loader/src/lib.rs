@@ -19,6 +19,7 @@ mod flash;
 mod focus;
 mod gateway;
 mod generate;
+mod groups;
 mod growing;
 mod hand_over;
 mod ingest;

@@ -26,6 +26,7 @@ use crate::cache::ChunkCache;
 use crate::chunk_spec::ChunkSpec;
 use crate::compile::CompileJob;
 use crate::error::RequestError;
+use crate::groups::Stage;
 use crate::growing::Growing;
 use crate::hand_over::own_slot_bytes;
 use crate::request::{
@@ -235,6 +236,7 @@ impl<W: World> Load<W> {
     }
 
     fn arrive(&mut self, planned: Planned) {
+        planned.state.through(Stage::Retrieve);
         if let Err(e) = self.fits(&planned) {
             return planned.state.end(Err(e));
         }
@@ -350,6 +352,9 @@ impl<W: World> Load<W> {
         behind: &mut VecDeque<Waiting>,
         blocked: &mut bool,
     ) -> Option<Waiting> {
+        if !request.planned.state.may_go_on_after(Stage::Retrieve) {
+            return Some(Waiting::Request(request));
+        }
         *blocked = !self.advance(&mut request);
         let mut stuck = false;
         if *blocked {
@@ -367,10 +372,15 @@ impl<W: World> Load<W> {
             }
         }
         let ready = request.own.is_some() && self.can_begin(&request);
+        let state = &request.planned.state;
+        if *blocked {
+            state.lacks_memory();
+        }
         if ready {
             request.span = None;
+            state.through(Stage::Load);
         }
-        if ready && self.world.prefill_has_room() {
+        if ready && state.may_go_on_after(Stage::Load) && self.world.prefill_has_room() {
             self.hand_on(*request);
             None
         } else if stuck {

@@ -119,7 +119,8 @@ impl World for Process {
     }
 
     fn prefetch_window(&self) -> usize {
-        if !self.core.config.prefetch {
+        let config = &self.core.config;
+        if !config.prefetch || !config.overlap {
             return 0;
         }
         let running = self.sessions.status().running as f64;

@@ -1,7 +1,7 @@
 //! A request on its way, and the state its client's stream reads.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
 use matkv_model::Message;
@@ -12,6 +12,7 @@ use tokio::sync::Notify;
 
 use crate::arena::{Arena, ChunkSlot, Extent, Held};
 use crate::error::RequestError;
+use crate::groups::{Member, Stage};
 use crate::growing::Growing;
 use crate::hand_over::own_kv_offset;
 use crate::plan::{Plan, PlannedSource};
@@ -120,6 +121,8 @@ pub struct RequestState {
     control: Mutex<Option<SequenceControl>>,
     /// What an admitted request occupies in the gateway, until it has ended everywhere.
     admission: Mutex<Option<Box<dyn Send>>>,
+    /// Its place in a group, where requests go through in groups.
+    member: OnceLock<Member>,
 }
 
 impl RequestState {
@@ -133,12 +136,37 @@ impl RequestState {
             cancelled: AtomicBool::new(false),
             control: Mutex::default(),
             admission: Mutex::default(),
+            member: OnceLock::new(),
         })
     }
 
     /// Keeps what was admitted until the request ends.
     pub fn hold(&self, admission: impl Send + 'static) {
         *self.admission.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(admission));
+    }
+
+    /// Goes through in a group from now on.
+    pub fn join(&self, member: Member) {
+        let _ = self.member.set(member);
+    }
+
+    /// It is through a stage.
+    pub fn through(&self, stage: Stage) {
+        if let Some(member) = self.member.get() {
+            member.through(stage);
+        }
+    }
+
+    /// Whether all who must be are through a stage: this request, or its group.
+    pub fn may_go_on_after(&self, stage: Stage) -> bool {
+        self.member.get().is_none_or(|m| m.all_through(stage))
+    }
+
+    /// There is no memory for it beside those that hold some now.
+    pub fn lacks_memory(&self) {
+        if let Some(member) = self.member.get() {
+            member.part();
+        }
     }
 
     /// Changes the progress and tells the stream.
@@ -156,6 +184,9 @@ impl RequestState {
     /// Ends the request, unless it has ended.
     pub fn end(&self, outcome: Result<FinishReason, RequestError>) {
         drop(self.admission.lock().unwrap_or_else(PoisonError::into_inner).take());
+        if let Some(member) = self.member.get() {
+            member.leave();
+        }
         self.update(|p| {
             if p.ended.is_none() {
                 p.phases.total_ms = ms_since(self.received);

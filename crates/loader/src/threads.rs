@@ -3,18 +3,20 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError};
 
-use crossbeam::channel::{Receiver, Sender, bounded};
+use crossbeam::channel::{Receiver, Sender, bounded, never};
 use matkv_actors::{Policy, StopFlag, ThreadSpec};
 use matkv_config::Config;
 use matkv_kernels::Isa;
 use matkv_store::Breaker;
 use matkv_sys::{REQUESTS_MAX, ReadDone, ReadEngine, Segment, bind_thread, open_engine};
-use tokio::sync::{Mutex, Semaphore};
+use tokio::sync::Semaphore;
 
+use crate::arena::Arena;
 use crate::compile::{CompileJob, Compiled};
 use crate::compute::{Compute, WORK_MAX};
 use crate::error::LoaderError;
 use crate::gateway::{Gateway, Tracing};
+use crate::groups::Groups;
 use crate::ingest::{self, IngestSession};
 use crate::keeper::{self, KeeperMessage, NOTES_MAX};
 use crate::load::Load;
@@ -115,6 +117,21 @@ fn engine(
     Ok(engine)
 }
 
+/// Without overlap: the door, and what signals that a group may go on.
+fn groups(config: &Config, arena: &Arc<Arena>) -> Option<(Arc<Groups>, Receiver<()>)> {
+    if config.overlap {
+        return None;
+    }
+    // One signal is as good as many.
+    let (changed, regrouped) = bounded(1);
+    let arena = Arc::clone(arena);
+    let wake = move || {
+        arena.signal();
+        let _ = changed.try_send(());
+    };
+    Some((Groups::new(config.batch_size, wake), regrouped))
+}
+
 fn session_thread(config: &Config, opened: &mut Opened, sessions: &Arc<Sessions>) -> SessionThread {
     let core = &opened.core;
     SessionThread {
@@ -153,6 +170,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
     let observer = Observer::new(Arc::clone(core), Arc::clone(&sessions), engine.describe().into());
     let observer = Arc::new(observer);
     let resident = Arc::clone(&observer.resident);
+    let (groups, regrouped) = groups(config, &core.arena).unzip();
     let gateway = Gateway {
         observer,
         retrieve: retrieve.0,
@@ -161,7 +179,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         queue: Arc::new(Semaphore::new(config.queue)),
         header: Arc::clone(&opened.header),
         tracing: Tracing::default(),
-        serial: (!config.overlap).then(|| Arc::new(Mutex::new(()))),
+        groups,
     };
     let session = session_thread(config, &mut opened, &sessions);
     let (core, prefix) = (&opened.core, Arc::clone(&opened.prefix));
@@ -170,6 +188,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         prefix: Arc::clone(&prefix),
         sessions,
         requests: requests.1,
+        regrouped: regrouped.unwrap_or_else(never),
         chunks: chunks.1,
         background: background.1,
         load: load.0.clone(),

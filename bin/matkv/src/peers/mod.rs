@@ -84,7 +84,15 @@ const GROUPS: [(Group, &[&str]); 8] = [
         ],
     ),
     (Group::Hf, &["ttft_hf_matkv_over_ours_linked32"]),
-    (Group::Overlap, &["overlap_on_over_off", "overlap_throttled_on_over_off"]),
+    (
+        Group::Overlap,
+        &[
+            "overlap_on_over_off",
+            "overlap_over_bound",
+            "overlap_throttled_on_over_off",
+            "overlap_throttled_over_bound",
+        ],
+    ),
 ];
 
 pub async fn run(

@@ -1,4 +1,8 @@
-//! Many requests at once, with and without preparing the next while others decode.
+//! Many requests at once, with and without overlap of loads, prefills and decoding.
+//!
+//! Without it, groups of as many requests as are decoded together go through each stage in turn;
+//! with it, the decoder's batches are formed by the same rule. Every request loads its own chunks,
+//! in both: nothing that one has loaded is there for another.
 
 use std::path::Path;
 use std::time::Instant;
@@ -19,16 +23,31 @@ use crate::pair::with_private;
 const QUEUE: usize = 64;
 /// Tokens of each answer.
 const ANSWER: u32 = 20;
-/// Chunks in the store.
-const STORED: usize = 16;
 /// Chunks of a request.
-const CHUNKS: u32 = 4;
-/// Requests that say how long one takes without its load.
-const PROBES: usize = 6;
+const CHUNKS: usize = 4;
+/// Requests decoded together.
+const BATCH: usize = 8;
+/// Chunks in the store: those of two groups of requests.
+const STORED: usize = 2 * BATCH * CHUNKS;
+/// A slot in the arena over what it is for, at most.
+const SLOT_WASTE: f64 = 1.125;
+/// Memory for what requests compute themselves.
+const OWN_BYTES: f64 = 128e6;
 /// Of processor time in a second: Linux's unit for programs.
 const TICKS: f64 = 100.0;
 /// A run takes a minute or so.
 const ROUNDS_MAX: usize = 3;
+
+/// How requests are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Serving {
+    /// With overlap.
+    On,
+    /// Without.
+    Off,
+    /// Without, and every chunk is in memory: what is left is computing.
+    Warm,
+}
 
 /// One run: seconds, those of both processes' threads, and what each request said.
 struct Run {
@@ -38,26 +57,21 @@ struct Run {
 }
 
 impl Run {
-    /// Seconds of all loads: of requests one after the other, of the device alone.
-    fn loads(&self) -> f64 {
-        self.answers.iter().map(|a| a.timings.load_ms).sum::<f64>() / 1e3
-    }
-
-    /// The share of the time that requests one after the other wait for their chunks.
-    fn waiting(&self) -> f64 {
-        self.loads() / self.seconds
+    /// Chunks that came from flash, of all.
+    fn from_flash(&self) -> f64 {
+        let chunks = || self.answers.iter().flat_map(|a| &a.started.chunks);
+        chunks().filter(|c| c.source == "flash").count() as f64 / chunks().count() as f64
     }
 }
 
-/// Questions that find other chunks.
-fn request(i: usize) -> GenerateRequest {
-    let about = ["people", "places", "films", "music", "sports", "science", "companies", "wars"];
+/// Asks about four documents of a chunk each; the next one about the next four.
+fn request(i: usize, documents: &[String]) -> GenerateRequest {
+    let first = i * CHUNKS % documents.len();
     GenerateRequest {
-        question: format!("What do the documents say about {}?", about[i % about.len()]),
+        question: "What do the documents say about people, places and years?".into(),
+        document_ids: documents[first..first + CHUNKS].to_vec(),
         mode: "linked(32)".into(),
-        top_k: Some(CHUNKS),
         max_new_tokens: Some(ANSWER),
-        cold: true,
         ..GenerateRequest::default()
     }
 }
@@ -68,11 +82,11 @@ async fn processor(client: &Client) -> anyhow::Result<f64> {
     Ok((ticks(status.loader_pid) + ticks(status.decoder_pid)) as f64 / TICKS)
 }
 
-async fn all(client: &Client, count: usize) -> anyhow::Result<Run> {
+async fn all(client: &Client, count: usize, documents: &[String]) -> anyhow::Result<Run> {
     let before = processor(client).await?;
     let started = Instant::now();
     let asked: Vec<_> = (0..count)
-        .map(|i| tokio::spawn(generate(client.clone(), request(i), |_| Ok(()))))
+        .map(|i| tokio::spawn(generate(client.clone(), request(i, documents), |_| Ok(()))))
         .collect();
     let mut answers = Vec::new();
     for answer in asked {
@@ -82,99 +96,128 @@ async fn all(client: &Client, count: usize) -> anyhow::Result<Run> {
     Ok(Run { seconds, processor: processor(client).await? - before, answers })
 }
 
+/// A store, and the documents in it.
+struct Place<'a> {
+    store: &'a Path,
+    documents: Vec<String>,
+    /// Bytes of a chunk's file.
+    chunk: f64,
+    /// Bytes a second the device is slowed to; 0 for as it is.
+    rate: u64,
+}
+
 impl Bench<'_> {
     pub async fn overlap(&mut self) -> anyhow::Result<()> {
         let requests = self.options.requests;
         ensure!((1..=QUEUE).contains(&requests), "--requests must be 1 to {QUEUE}");
         let store = self.scratch()?;
         let mut corpus = Corpus::new(pieces(self.speed()?, &self.options.corpus, CHUNK, STORED)?)?;
-        let paths = corpus.next(STORED)?;
+        let documents = corpus.next(STORED)?;
         self.progress(format_args!("ingest of {STORED} chunks"))?;
-        let probe = self.with(store.path(), false, 0, async |client| {
-            ingest_all(&client, &paths, None).await?;
-            all(&client, PROBES).await
-        });
-        let probe = probe.await?;
-        if self.wants("overlap_on_over_off") {
-            self.compare("overlap_on_over_off", store.path(), 0).await?;
+        let quiet = [("log.level", "error".to_owned())];
+        let ingest = async |client, _: &_| ingest_all(&client, &documents, None).await;
+        with_private(self.resolved, store.path(), &quiet, ingest).await?;
+        let chunk = chunk_bytes(store.path())?;
+        let mut place = Place { store: store.path(), documents, chunk, rate: 0 };
+        let wanted = |what: &str| {
+            self.wants(&format!("{what}_on_over_off")) || self.wants(&format!("{what}_over_bound"))
+        };
+        let (as_it_is, throttled) = (wanted("overlap"), wanted("overlap_throttled"));
+        let mut computing = None;
+        if as_it_is {
+            computing = Some(self.compare("overlap", &place).await?);
         }
-        if self.wants("overlap_throttled_on_over_off") {
+        if throttled {
             // As long for the device as for everything else: half of the time is waiting.
-            let computing = probe.seconds * (1.0 - probe.waiting()) / PROBES as f64;
-            let bytes = chunk_bytes(store.path())? * f64::from(CHUNKS);
-            let rate = (bytes / computing) as u64;
-            self.compare("overlap_throttled_on_over_off", store.path(), rate).await?;
+            let computing = match computing {
+                Some(computing) => computing,
+                None => self.run(&place, Serving::Warm).await?.seconds,
+            };
+            let bytes = chunk * (CHUNKS * requests) as f64;
+            place.rate = (bytes / computing) as u64;
+            self.compare("overlap_throttled", &place).await?;
         }
         Ok(())
     }
 
-    /// Time of the requests with overlap over without, alternated, each first in turn.
-    async fn compare(&mut self, name: &str, store: &Path, rate: u64) -> anyhow::Result<()> {
+    /// Time of the requests with overlap over without, alternated, each first in turn. Returns
+    /// what they take without loads.
+    async fn compare(&mut self, what: &str, place: &Place<'_>) -> anyhow::Result<f64> {
         let requests = self.options.requests;
-        let mut seconds = [Vec::new(), Vec::new()];
-        let (mut waiting, mut loads, mut computing) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut off, mut on, mut warm) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut shares, mut over) = (Vec::new(), Vec::new());
         for round in 0..self.options.rounds.min(ROUNDS_MAX) {
-            for step in 0..2 {
-                let on = (round + step) % 2 == 1;
-                let state = if on { "on" } else { "off" };
-                self.progress(format_args!("round {}: overlap {state}", round + 1))?;
-                let run = self
-                    .with(store, on, rate, async |client| {
-                        all(&client, 1).await?;
-                        all(&client, requests).await
-                    })
-                    .await?;
-                seconds[usize::from(on)].push(run.seconds);
-                if on {
-                    computing
-                        .push(run.processor / std::thread::available_parallelism()?.get() as f64);
-                } else {
-                    waiting.push(run.waiting());
-                    loads.push(run.loads());
+            let mut order = [Serving::Off, Serving::On];
+            order.rotate_left(round % 2);
+            for serving in order.into_iter().chain([Serving::Warm]) {
+                self.progress(format_args!("round {}: overlap {serving:?}", round + 1))?;
+                let run = self.run(place, serving).await?;
+                let loaded = run.from_flash();
+                let expected = f64::from(u8::from(serving != Serving::Warm));
+                ensure!(loaded == expected, "{serving:?}: {loaded} of the chunks were loaded");
+                match serving {
+                    Serving::Off => off.push(run.seconds),
+                    Serving::On => on.push(run),
+                    Serving::Warm => warm.push(run.seconds),
                 }
             }
+            let (off, on, warm) = (off[round], &on[round], warm[round]);
+            shares.push(1.0 - warm / off);
+            let cores = std::thread::available_parallelism()?.get() as f64;
+            over.push(on.seconds / (off - warm).max(on.processor / cores));
         }
-        let rates = |i: usize| seconds[i].iter().map(|s| requests as f64 / s).collect::<Vec<f64>>();
-        let (off, on) = (rates(0), rates(1));
-        let what = name.trim_end_matches("_on_over_off");
-        self.figures.push(Figure::median(format!("{what}_requests_per_s[on]"), &on, "requests/s"));
-        self.figures.push(Figure::median(
-            format!("{what}_requests_per_s[off]"),
-            &off,
-            "requests/s",
-        ));
-        let share = Figure::median(format!("{what}_load_share[off]"), &waiting, "share");
-        let device =
-            if rate > 0 { format!("at {:.0} MB/s", rate as f64 / 1e6) } else { "as it is".into() };
+        let rate = |seconds: &f64| requests as f64 / seconds;
+        let rates: [Vec<f64>; 2] =
+            [on.iter().map(|r| rate(&r.seconds)).collect(), off.iter().map(rate).collect()];
+        for (rates, state) in rates.iter().zip(["on", "off"]) {
+            let name = format!("{what}_requests_per_s[{state}]");
+            self.figures.push(Figure::median(name, rates, "requests/s"));
+        }
+        let share = Figure::median(format!("{what}_load_share[off]"), &shares, "share");
+        let device = match place.rate {
+            0 => "as it is".to_owned(),
+            rate => format!("at {:.0} MB/s", rate as f64 / 1e6),
+        };
         self.notes.push(format!(
-            "{name}: {requests} requests of {ANSWER} tokens over four chunks, the device {device}; \
-             off is one request at a time, {:.0} % of it waiting for chunks",
+            "{what}: {requests} requests of {ANSWER} tokens over four chunks of their own, the \
+             device {device}; off is groups of {BATCH}, each retrieved, loaded, prefilled and \
+             decoded in turn, {:.0} % of the time waiting for chunks",
             share.value * 100.0
         ));
         self.figures.push(share);
-        let bounds = loads.iter().zip(&computing).map(|(device, own)| device.max(*own));
-        let over: Vec<f64> = seconds[1].iter().zip(bounds).map(|(s, bound)| s / bound).collect();
-        self.figures.push(Figure::median(format!("{what}_over_bound[on]"), &over, "ratio"));
-        // Time over time.
-        self.ratio(name, &off, &on);
-        Ok(())
+        self.figures.push(Figure::median(format!("{what}_over_bound"), &over, "ratio"));
+        let on: Vec<f64> = on.iter().map(|r| r.seconds).collect();
+        self.ratio(&format!("{what}_on_over_off"), &on, &off);
+        Ok(crate::demo::median(warm))
     }
 
-    /// Something asked of a pair of its own.
-    async fn with(
-        &self,
-        store: &Path,
-        overlap: bool,
-        rate: u64,
-        work: impl AsyncFnOnce(Client) -> anyhow::Result<Run>,
-    ) -> anyhow::Result<Run> {
+    /// All requests, served by a pair of their own, which has served one before.
+    async fn run(&self, place: &Place<'_>, serving: Serving) -> anyhow::Result<Run> {
+        let Place { store, documents, chunk, rate } = place;
+        // Memory for the chunks of a group and a half, which what comes next has pushed out before
+        // it is wanted again; or for all of them.
+        let (chunks, rate) = match serving {
+            Serving::Warm => (STORED, 0),
+            _ => (3 * STORED / 4, *rate),
+        };
+        let arena = chunk * SLOT_WASTE * chunks as f64 + OWN_BYTES;
         let settings = [
             ("log.level", "error".to_owned()),
-            ("pipeline.overlap", overlap.to_string()),
+            ("pipeline.overlap", (serving == Serving::On).to_string()),
             ("pipeline.queue", QUEUE.to_string()),
+            ("pipeline.batch_size", BATCH.to_string()),
+            ("prefetch.enabled", "false".to_owned()),
+            ("arena.size", (arena as u64).next_multiple_of(4096).to_string()),
+            ("arena.policy", "lru".to_owned()),
             ("io.throttle", rate.to_string()),
         ];
-        with_private(self.resolved, store, &settings, async |client, _| work(client).await).await
+        with_private(self.resolved, store, &settings, async |client, _| {
+            // All chunks once, so that those of the first requests are the ones used longest ago;
+            // or so that all are there.
+            all(&client, STORED / CHUNKS, documents).await?;
+            all(&client, self.options.requests, documents).await
+        })
+        .await
     }
 }
 

@@ -24,6 +24,8 @@ const TARGETS: &[(&str, Target)] = &[
     ("bf16_gemm_over_peak", AtLeast(0.85)),
     ("overlap_on_over_off", Under(0.90)),
     ("overlap_throttled_on_over_off", Under(0.75)),
+    ("overlap_over_bound", Under(1.1)),
+    ("overlap_throttled_over_bound", Under(1.1)),
     ("pss_extra_mb", Under(300.0)),
     ("miss_cost", Under(0.02)),
 ];
