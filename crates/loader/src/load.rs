@@ -44,6 +44,8 @@ struct Pending {
     compacted: bool,
     /// It has been passed on before, with a chunk that did not come.
     again: bool,
+    /// Its turn has come: what it wants from flash has left the arena.
+    begun: bool,
     /// Until everything is there.
     span: Option<trace::Timer>,
 }
@@ -240,9 +242,6 @@ impl<W: World> Load<W> {
         if let Err(e) = self.fits(&planned) {
             return planned.state.end(Err(e));
         }
-        if planned.cold {
-            planned.chunks.iter().for_each(|c| self.cache.remove(&c.id));
-        }
         if planned.recompute {
             self.compute_only.extend(planned.chunks.iter().map(|c| c.id));
         }
@@ -250,8 +249,9 @@ impl<W: World> Load<W> {
         let leases = planned.chunks.iter().map(|_| None).collect();
         let span = Some(trace::span("load", "load", planned.state.number));
         let urgent = planned.urgent;
-        let (started, own, compacted, again) = (Instant::now(), None, false, false);
-        let pending = Pending { planned, started, leases, own, compacted, again, span };
+        let (started, own) = (Instant::now(), None);
+        let (compacted, again, begun) = (false, false, false);
+        let pending = Pending { planned, started, leases, own, compacted, again, begun, span };
         let waiting = Waiting::Request(Box::new(pending));
         if urgent {
             self.waiting.push_front(waiting);
@@ -266,8 +266,8 @@ impl<W: World> Load<W> {
         let Resident { planned, chunks, own, started, .. } = resident;
         let leases = chunks.into_iter().map(Leased::lease).collect();
         let span = Some(trace::span("load", "load again", planned.state.number));
-        let (own, compacted, again) = (Some(own), false, true);
-        let pending = Pending { planned, started, leases, own, compacted, again, span };
+        let (own, compacted, again, begun) = (Some(own), false, true, true);
+        let pending = Pending { planned, started, leases, own, compacted, again, begun, span };
         self.waiting.push_front(Waiting::Request(Box::new(pending)));
     }
 
@@ -354,6 +354,10 @@ impl<W: World> Load<W> {
     ) -> Option<Waiting> {
         if !request.planned.state.may_go_on_after(Stage::Retrieve) {
             return Some(Waiting::Request(request));
+        }
+        if !std::mem::replace(&mut request.begun, true) && request.planned.cold {
+            // Not earlier: others may bring it in again before.
+            request.planned.chunks.iter().for_each(|c| self.cache.remove(&c.id));
         }
         *blocked = !self.advance(&mut request);
         let mut stuck = false;

@@ -167,8 +167,8 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
     let engine = engine(config, &opened.segment, reads.0)?;
     let sessions = Arc::new(Sessions::default());
     let core = &opened.core;
-    let observer = Observer::new(Arc::clone(core), Arc::clone(&sessions), engine.describe().into());
-    let observer = Arc::new(observer);
+    let (read, running) = (engine.describe().into(), Arc::clone(&sessions));
+    let observer = Arc::new(Observer::new(Arc::clone(core), running, read));
     let resident = Arc::clone(&observer.resident);
     let (groups, regrouped) = groups(config, &core.arena).unzip();
     let gateway = Gateway {
@@ -194,8 +194,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         load: load.0.clone(),
         compiled: compiled.0,
     };
-    let shelf = Arc::clone(core);
-    let decoders = Config::threads(config.io_threads);
+    let (shelf, decoders) = (Arc::clone(core), Config::threads(config.io_threads));
     let outlets =
         OnboardOutlets { starts: starts.0, fetched: fetched.0, loaded: loaded.0, keeper: keeper.0 };
     let onboarding = Arc::new(Onboarding::new(shelf, engine, outlets, decoders)?);
@@ -214,8 +213,8 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
     let policy = policy(&config.arena_policy)?;
     let machine = Load::new(core.spec.clone(), &core.arena, prefix, policy, process);
     let loading = Loading { machine, channels, resident };
-    let inlets =
-        Inlets { incoming: retrieve.1, ingests: ingest.1, stores: store.1, notes: keeper.1 };
+    let (incoming, ingests, stores, notes) = (retrieve.1, ingest.1, store.1, keeper.1);
+    let inlets = Inlets { incoming, ingests, stores, notes };
     let mut specs = specs(opened, loading, compute, session, inlets, &load.0);
     specs.extend(workers(config, &onboarding, &onboard));
     Ok(Threads { specs, gateway })

@@ -5,7 +5,7 @@
 //! in both: nothing that one has loaded is there for another.
 
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, ensure};
 use matkv_api::Client;
@@ -14,7 +14,7 @@ use matkv_api::v1::{GenerateRequest, GetStatusRequest};
 use super::Bench;
 use super::model::CHUNK;
 use super::workload::{Corpus, pieces, ticks};
-use crate::ask::{Answer, generate};
+use crate::ask::generate;
 use crate::bench::ingest_all;
 use crate::figures::Figure;
 use crate::pair::with_private;
@@ -32,7 +32,9 @@ const STORED: usize = 2 * BATCH * CHUNKS;
 /// A slot in the arena over what it is for, at most.
 const SLOT_WASTE: f64 = 1.125;
 /// Memory for what requests compute themselves.
-const OWN_BYTES: f64 = 128e6;
+const OWN_BYTES: f64 = 64e6;
+/// How long requests come one after the other.
+const APART: Duration = Duration::from_millis(1);
 /// Of processor time in a second: Linux's unit for programs.
 const TICKS: f64 = 100.0;
 /// A run takes a minute or so.
@@ -49,51 +51,52 @@ enum Serving {
     Warm,
 }
 
-/// One run: seconds, those of both processes' threads, and what each request said.
+/// One run: seconds, and those of both processes' threads.
 struct Run {
     seconds: f64,
     processor: f64,
-    answers: Vec<Answer>,
-}
-
-impl Run {
-    /// Chunks that came from flash, of all.
-    fn from_flash(&self) -> f64 {
-        let chunks = || self.answers.iter().flat_map(|a| &a.started.chunks);
-        chunks().filter(|c| c.source == "flash").count() as f64 / chunks().count() as f64
-    }
+    /// Chunks loaded.
+    loads: f64,
 }
 
 /// Asks about four documents of a chunk each; the next one about the next four.
-fn request(i: usize, documents: &[String]) -> GenerateRequest {
+fn request(i: usize, documents: &[String], cold: bool) -> GenerateRequest {
     let first = i * CHUNKS % documents.len();
     GenerateRequest {
         question: "What do the documents say about people, places and years?".into(),
         document_ids: documents[first..first + CHUNKS].to_vec(),
         mode: "linked(32)".into(),
         max_new_tokens: Some(ANSWER),
+        cold,
         ..GenerateRequest::default()
     }
 }
 
-/// Seconds that threads of both processes have run so far.
-async fn processor(client: &Client) -> anyhow::Result<f64> {
+/// Seconds that threads of both processes have run so far, and chunks that have been loaded.
+async fn spent(client: &Client) -> anyhow::Result<(f64, f64)> {
     let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
-    Ok((ticks(status.loader_pid) + ticks(status.decoder_pid)) as f64 / TICKS)
+    let loads = status.metrics.lines().filter(|l| l.starts_with("matkv_chunk_loads_total"));
+    let loads = loads.filter_map(|l| l.rsplit(' ').next()?.parse::<f64>().ok()).sum();
+    Ok(((ticks(status.loader_pid) + ticks(status.decoder_pid)) as f64 / TICKS, loads))
 }
 
-async fn all(client: &Client, count: usize, documents: &[String]) -> anyhow::Result<Run> {
-    let before = processor(client).await?;
+async fn all(
+    client: &Client,
+    count: usize,
+    documents: &[String],
+    cold: bool,
+) -> anyhow::Result<Run> {
+    let before = spent(client).await?;
     let started = Instant::now();
-    let asked: Vec<_> = (0..count)
-        .map(|i| tokio::spawn(generate(client.clone(), request(i, documents), |_| Ok(()))))
-        .collect();
-    let mut answers = Vec::new();
-    for answer in asked {
-        answers.push(answer.await.context("a request panicked")??);
-    }
+    let ask = async |i: usize| {
+        // They come in their order: the same chunks are never wanted by two at once.
+        tokio::time::sleep(APART * i as u32).await;
+        generate(client.clone(), request(i, documents, cold), |_| Ok(())).await
+    };
+    futures_util::future::try_join_all((0..count).map(ask)).await?;
     let seconds = started.elapsed().as_secs_f64();
-    Ok(Run { seconds, processor: processor(client).await? - before, answers })
+    let after = spent(client).await?;
+    Ok(Run { seconds, processor: after.0 - before.0, loads: after.1 - before.1 })
 }
 
 /// A store, and the documents in it.
@@ -144,7 +147,7 @@ impl Bench<'_> {
     /// what they take without loads.
     async fn compare(&mut self, what: &str, place: &Place<'_>) -> anyhow::Result<f64> {
         let requests = self.options.requests;
-        let (mut off, mut on, mut warm) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut off, mut on, mut warm) = (Vec::<Run>::new(), Vec::new(), Vec::new());
         let (mut shares, mut over) = (Vec::new(), Vec::new());
         for round in 0..self.options.rounds.min(ROUNDS_MAX) {
             let mut order = [Serving::Off, Serving::On];
@@ -152,26 +155,27 @@ impl Bench<'_> {
             for serving in order.into_iter().chain([Serving::Warm]) {
                 self.progress(format_args!("round {}: overlap {serving:?}", round + 1))?;
                 let run = self.run(place, serving).await?;
-                let loaded = run.from_flash();
-                let expected = f64::from(u8::from(serving != Serving::Warm));
-                ensure!(loaded == expected, "{serving:?}: {loaded} of the chunks were loaded");
+                let expected = if serving == Serving::Warm { 0 } else { CHUNKS * requests };
+                let loads = run.loads;
+                ensure!(loads == expected as f64, "{serving:?}: {loads} loads, not {expected}");
                 match serving {
-                    Serving::Off => off.push(run.seconds),
+                    Serving::Off => off.push(run),
                     Serving::On => on.push(run),
-                    Serving::Warm => warm.push(run.seconds),
+                    Serving::Warm => warm.push(run),
                 }
             }
-            let (off, on, warm) = (off[round], &on[round], warm[round]);
+            let (off, on, warm) = (off[round].seconds, &on[round], warm[round].seconds);
             shares.push(1.0 - warm / off);
             let cores = std::thread::available_parallelism()?.get() as f64;
             over.push(on.seconds / (off - warm).max(on.processor / cores));
         }
-        let rate = |seconds: &f64| requests as f64 / seconds;
-        let rates: [Vec<f64>; 2] =
-            [on.iter().map(|r| rate(&r.seconds)).collect(), off.iter().map(rate).collect()];
-        for (rates, state) in rates.iter().zip(["on", "off"]) {
+        for (runs, state) in [(&on, "on"), (&off, "off"), (&warm, "off, no loads")] {
+            let each = |f: fn(&Run) -> f64| runs.iter().map(f).collect::<Vec<_>>();
+            let rates: Vec<f64> = each(|r| r.seconds).iter().map(|s| requests as f64 / s).collect();
             let name = format!("{what}_requests_per_s[{state}]");
-            self.figures.push(Figure::median(name, rates, "requests/s"));
+            self.figures.push(Figure::median(name, &rates, "requests/s"));
+            let name = format!("{what}_processor_s[{state}]");
+            self.figures.push(Figure::median(name, &each(|r| r.processor), "s"));
         }
         let share = Figure::median(format!("{what}_load_share[off]"), &shares, "share");
         let device = match place.rate {
@@ -186,7 +190,8 @@ impl Bench<'_> {
         ));
         self.figures.push(share);
         self.figures.push(Figure::median(format!("{what}_over_bound"), &over, "ratio"));
-        let on: Vec<f64> = on.iter().map(|r| r.seconds).collect();
+        let [on, off, warm] =
+            [on, off, warm].map(|runs| runs.iter().map(|r| r.seconds).collect::<Vec<_>>());
         self.ratio(&format!("{what}_on_over_off"), &on, &off);
         Ok(crate::demo::median(warm))
     }
@@ -194,12 +199,9 @@ impl Bench<'_> {
     /// All requests, served by a pair of their own, which has served one before.
     async fn run(&self, place: &Place<'_>, serving: Serving) -> anyhow::Result<Run> {
         let Place { store, documents, chunk, rate } = place;
-        // Memory for the chunks of a group and a half, which what comes next has pushed out before
-        // it is wanted again; or for all of them.
-        let (chunks, rate) = match serving {
-            Serving::Warm => (STORED, 0),
-            _ => (3 * STORED / 4, *rate),
-        };
+        let warm = serving == Serving::Warm;
+        // Room for all chunks, or for those of fewer requests than lie between two for the same.
+        let (chunks, rate) = if warm { (STORED, 0) } else { (5 * STORED / 8, *rate) };
         let arena = chunk * SLOT_WASTE * chunks as f64 + OWN_BYTES;
         let settings = [
             ("log.level", "error".to_owned()),
@@ -208,14 +210,12 @@ impl Bench<'_> {
             ("pipeline.batch_size", BATCH.to_string()),
             ("prefetch.enabled", "false".to_owned()),
             ("arena.size", (arena as u64).next_multiple_of(4096).to_string()),
-            ("arena.policy", "lru".to_owned()),
             ("io.throttle", rate.to_string()),
         ];
         with_private(self.resolved, store, &settings, async |client, _| {
-            // All chunks once, so that those of the first requests are the ones used longest ago;
-            // or so that all are there.
-            all(&client, STORED / CHUNKS, documents).await?;
-            all(&client, self.options.requests, documents).await
+            // All chunks are there, unless a request wants them from flash.
+            all(&client, STORED / CHUNKS, documents, !warm).await?;
+            all(&client, self.options.requests, documents, !warm).await
         })
         .await
     }
