@@ -49,6 +49,7 @@ pub async fn run(
         BenchCommand::Report(o) if o.paper => {
             let (tables, complete) = paper::measure(resolved, o).await?;
             say_part!("{tables}");
+            say!("{}", figures::origin(Config::threads(resolved.config.loader_threads)));
             return Ok(status(complete));
         }
         BenchCommand::Report(o) => return report::run(o),
@@ -86,6 +87,7 @@ fn show(resolved: &Resolved, name: &str, figures: &[Figure], notes: &[String], f
                 say_part!("{}", figures::text(figures));
             }
             notes.iter().for_each(|n| say!("{n}"));
+            say!("{}", figures::origin(threads));
         }
     }
 }

@@ -124,14 +124,34 @@ pub fn report(bench: &str, threads: usize, figures: &[Figure], notes: &[String])
         "bench": bench,
         "commit": commit(),
         "version": env!("CARGO_PKG_VERSION"),
+        "versions": { "rust": env!("CARGO_PKG_RUST_VERSION"), "fio": crate::fio::version() },
         "machine": {
             "cpu": cpu(), "cores": threads_of_machine(), "threads": threads,
             "kernel": read("/proc/sys/kernel/osrelease"), "memory_kb": memory_kb(),
         },
-        "command": std::env::args().collect::<Vec<_>>().join(" "),
+        "command": command(),
         "notes": notes,
         "figures": list,
     })
+}
+
+fn command() -> String {
+    std::env::args().collect::<Vec<_>>().join(" ")
+}
+
+/// Where figures come from, in a line, for those that people read.
+pub fn origin(threads: usize) -> String {
+    let kernel = read("/proc/sys/kernel/osrelease");
+    let fio = crate::fio::version().unwrap_or_else(|| "no fio".into());
+    format!(
+        "matkv {}, commit {}, Rust {}, {fio}, Linux {kernel}; {}, {} cores, {threads} threads; {}",
+        env!("CARGO_PKG_VERSION"),
+        commit(),
+        env!("CARGO_PKG_RUST_VERSION"),
+        cpu(),
+        threads_of_machine(),
+        command()
+    )
 }
 
 /// The same, for people.

@@ -8,7 +8,13 @@ use serde_json::Value;
 
 /// Whether fio is installed.
 pub fn is_installed() -> bool {
-    Command::new("fio").arg("--version").output().is_ok_and(|o| o.status.success())
+    version().is_some()
+}
+
+/// What fio calls itself, if it is installed.
+pub fn version() -> Option<String> {
+    let out = Command::new("fio").arg("--version").output().ok()?;
+    out.status.success().then(|| String::from_utf8_lossy(&out.stdout).trim().to_owned())
 }
 
 /// Bytes per second of reading one file.

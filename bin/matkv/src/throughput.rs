@@ -26,6 +26,8 @@ struct Served {
     answer: Option<Answer>,
     first_ms: f64,
     total_ms: f64,
+    /// Milliseconds between tokens.
+    gaps: Vec<f64>,
 }
 
 /// What is asked, and when it is due if arrivals wait for nobody.
@@ -86,6 +88,8 @@ pub async fn run(
         ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
         for mode in &o.mode {
             eprintln!("{mode}: {} requests", requests.len());
+            // Code pages, allocator, thread pools.
+            ask(client.clone(), o, mode, requests[0].question.clone()).await;
             runs.push(Run::new(mode));
             let joules = meter.as_ref().ok().map(Meter::start);
             if let Some(run) = runs.last_mut() {
@@ -102,7 +106,7 @@ pub async fn run(
     };
     notes.push(format!(
         "{how}; questions by Zipf's law with exponent {}; time to first token from when a request \
-         was due; goodput counts those within {} ms",
+         was due; goodput counts those within {} ms; a request of each mode first, to warm up",
         o.zipf, o.limit_ms
     ));
     notes.push(energy::note(&meter));
@@ -137,10 +141,16 @@ async fn ask(client: Client, o: &ThroughputOptions, mode: &str, question: String
         max_new_tokens: Some(o.max_new_tokens),
         ..GenerateRequest::default()
     };
-    let answer = generate(client, request, |_| Ok(())).await.ok();
+    let (mut gaps, mut last) = (Vec::new(), None);
+    let token = |_: &str| {
+        let now = Instant::now();
+        gaps.extend(last.replace(now).map(|l: Instant| (now - l).as_secs_f64() * 1e3));
+        Ok(())
+    };
+    let answer = generate(client, request, token).await.ok();
     let total_ms = started.elapsed().as_secs_f64() * 1e3;
     let first_ms = answer.as_ref().map_or(f64::NAN, |a| a.timings.first_token_ms);
-    Served { answer, first_ms, total_ms }
+    Served { answer, first_ms, total_ms, gaps }
 }
 
 impl<'a> Run<'a> {
@@ -195,11 +205,15 @@ impl<'a> Run<'a> {
             Figure::exact(named("tokens_per_s"), tokens as f64 / seconds, "tokens/s"),
             Figure::exact(named("failed"), (served.len() - done.len()) as f64, "requests"),
         ];
-        let first = done.iter().map(|s| s.first_ms).collect();
+        let first: Vec<f64> = done.iter().map(|s| s.first_ms).collect();
         let total = done.iter().map(|s| s.total_ms).collect();
-        for (name, all) in [("ttft_ms", first), ("total_ms", total)] {
+        let gaps = done.iter().flat_map(|s| &s.gaps).copied().collect();
+        for (name, all) in [("ttft_ms", first), ("total_ms", total), ("token_gap_ms", gaps)] {
             let shares = [("p50", 0.5), ("p90", 0.9), ("p99", 0.99)];
-            out.extend(percentiles(all, &shares, |p| named(&format!("{name}_{p}"))));
+            // Answers of one token have no gaps.
+            if !all.is_empty() {
+                out.extend(percentiles(all, &shares, |p| named(&format!("{name}_{p}"))));
+            }
         }
         if let (Some(joules), false) = (self.joules, done.is_empty()) {
             let each = joules / done.len() as f64;

@@ -62,7 +62,7 @@ struct Run<'a> {
     /// In turn.
     active: VecDeque<Job>,
     /// Those whose group is not.
-    prefilled: Vec<Box<Prefill>>,
+    prefilled: Vec<Prefill>,
     background: Option<Job>,
     /// Slices of requests since the last one of an ingest.
     since: u32,
@@ -108,7 +108,7 @@ impl Compute {
         // Nobody computes what is left.
         let left = run.active.drain(..).chain(run.background.take());
         let left = left.filter_map(|job| match job {
-            Job::Prefill(prefill) | Job::Prefilled(prefill) => Some(prefill),
+            Job::Prefill(prefill) | Job::Prefilled(prefill) => Some(*prefill),
             Job::Compile(_) => None,
         });
         for prefill in left.chain(run.prefilled.drain(..)) {
@@ -168,7 +168,7 @@ impl Run<'_> {
             match self.slice(job) {
                 Some(Job::Prefilled(prefill)) => {
                     prefill.state().through(Stage::Prefill);
-                    self.prefilled.push(prefill);
+                    self.prefilled.push(*prefill);
                 }
                 rest => self.active.extend(rest),
             }
@@ -178,9 +178,9 @@ impl Run<'_> {
 
     /// Passes on what has been prefilled; without overlap when all of its group have been.
     fn finish(&mut self) {
-        let ready = |p: &mut Box<Prefill>| p.state().may_go_on_after(Stage::Prefill);
+        let ready = |p: &mut Prefill| p.state().may_go_on_after(Stage::Prefill);
         let ready: Vec<_> = self.prefilled.extract_if(.., ready).collect();
-        ready.into_iter().for_each(|prefill| self.finish_one(*prefill));
+        ready.into_iter().for_each(|prefill| self.finish_one(prefill));
     }
 
     /// The next one in turn that waits for nothing; if all wait, the first.

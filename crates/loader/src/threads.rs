@@ -11,9 +11,10 @@ use matkv_store::Breaker;
 use matkv_sys::{REQUESTS_MAX, ReadDone, ReadEngine, Segment, bind_thread, open_engine};
 use tokio::sync::Semaphore;
 
-use crate::arena::Arena;
+use crate::arena::{Arena, ChunkSlot};
 use crate::compile::{CompileJob, Compiled};
 use crate::compute::{Compute, WORK_MAX};
+use crate::core::Core;
 use crate::error::LoaderError;
 use crate::gateway::{Gateway, Tracing};
 use crate::groups::Groups;
@@ -117,6 +118,15 @@ fn engine(
     Ok(engine)
 }
 
+fn machine(
+    core: &Core,
+    prefix: Arc<ChunkSlot>,
+    process: Process,
+) -> Result<Load<Process>, LoaderError> {
+    let policy = policy(&core.config.arena_policy)?;
+    Ok(Load::new(core.spec.clone(), &core.arena, prefix, policy, process))
+}
+
 /// Without overlap: the door, and what signals that a group may go on.
 fn groups(config: &Config, arena: &Arc<Arena>) -> Option<(Arc<Groups>, Receiver<()>)> {
     if config.overlap {
@@ -210,8 +220,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         background: background.0,
         store: store.0,
     };
-    let policy = policy(&config.arena_policy)?;
-    let machine = Load::new(core.spec.clone(), &core.arena, prefix, policy, process);
+    let machine = machine(core, prefix, process)?;
     let loading = Loading { machine, channels, resident };
     let (incoming, ingests, stores, notes) = (retrieve.1, ingest.1, store.1, keeper.1);
     let inlets = Inlets { incoming, ingests, stores, notes };

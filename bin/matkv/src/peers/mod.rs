@@ -138,6 +138,10 @@ impl Bench<'_> {
              BF16 are made from the Q4_1 file, so their speed counts and their answers do not",
             self.threads, self.options.rounds
         ));
+        for done in ["llama.done", "torch.done"] {
+            let installed = std::fs::read_to_string(self.llama.dir().join(done));
+            self.notes.extend(installed.map(|what| format!("installed: {}", what.trim())));
+        }
         let mut complete = true;
         for (group, names) in GROUPS {
             if !names.iter().any(|n| self.wants(n)) {
