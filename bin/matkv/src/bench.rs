@@ -32,8 +32,8 @@ pub async fn run(
     let mut notes = Vec::new();
     let (stop, all) = (&Stop::on_ctrl_c(), &mut notes);
     let (name, outcome) = match command {
-        BenchCommand::E2e(o) => ("e2e", bench_e2e::run(resolved, o, all).await),
-        BenchCommand::Cold(o) => ("cold", cold(resolved, o, all).await),
+        BenchCommand::E2e(o) => ("e2e", bench_e2e::run(resolved, o, stop, all).await),
+        BenchCommand::Cold(o) => ("cold", cold(resolved, o, stop, all).await),
         BenchCommand::Load(o) => ("load", bench_store::load(resolved, o, stop, all).await),
         BenchCommand::Codec(o) => ("codec", bench_store::codec(resolved, o, stop, all).await),
         BenchCommand::Fidelity(o) => {
@@ -44,10 +44,12 @@ pub async fn run(
         BenchCommand::Trace(o) => ("trace", bench_store::trace(o, stop, all)),
         BenchCommand::Start(o) => ("start", bench_store::start(resolved, o, stop, all).await),
         BenchCommand::Peers(o) => ("peers", peers::run(resolved, o, stop, all).await),
-        BenchCommand::Throughput(o) => ("throughput", throughput::run(resolved, o, all).await),
-        BenchCommand::Energy(o) => ("energy", throughput::energy(resolved, o, all).await),
+        BenchCommand::Throughput(o) => {
+            ("throughput", throughput::run(resolved, o, stop, all).await)
+        }
+        BenchCommand::Energy(o) => ("energy", throughput::energy(resolved, o, stop, all).await),
         BenchCommand::Report(o) if o.paper => {
-            let (tables, complete) = paper::measure(resolved, o).await?;
+            let (tables, complete) = paper::measure(resolved, o, stop).await?;
             say_part!("{tables}");
             say!("{}", figures::origin(Config::threads(resolved.config.loader_threads)));
             return Ok(status(complete));
@@ -67,12 +69,13 @@ fn status(complete: bool) -> ExitCode {
 pub async fn with_pair(
     resolved: &Resolved,
     store: Option<&Path>,
+    stop: &Stop,
     measure: impl AsyncFnOnce(Client) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
     // Beside the store, on the device that serves it; /tmp may be memory.
     let (store, _temporary) = bench_store::place(resolved, store)?;
     let log = [("log.level", "warn".to_owned())];
-    with_private(resolved, &store, &log, async |client, _| measure(client).await).await
+    with_private(resolved, &store, &log, stop, async |client, _| measure(client).await).await
 }
 
 fn show(resolved: &Resolved, name: &str, figures: &[Figure], notes: &[String], format: Format) {
@@ -167,11 +170,12 @@ struct Cold {
 async fn cold(
     resolved: &Resolved,
     o: &ColdOptions,
+    stop: &Stop,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     let mut measured = Cold::default();
     let measure = async |client| measured.measure(&client, o).await;
-    let ended = with_pair(resolved, o.store.as_deref(), measure).await;
+    let ended = with_pair(resolved, o.store.as_deref(), stop, measure).await;
     if !fio::is_installed() {
         notes.push("fio is not installed: load_over_fio is not measured".into());
     }

@@ -23,6 +23,7 @@ use crate::chunks::said;
 use crate::energy::{self, Meter};
 use crate::figures::{Figure, Outcome, percentiles};
 use crate::pair::with_private;
+use crate::stop::Stop;
 
 /// Requests that `pipeline.queue` and `pipeline.batch_size` take at most.
 const BATCH_MAX: usize = 64;
@@ -130,6 +131,8 @@ pub struct Measured {
     pub runs: Vec<Run>,
     /// What was ingested; of the first case of a setup.
     corpus: Vec<Figure>,
+    /// Every question has been asked in every mode.
+    pub is_whole: bool,
 }
 
 /// The part of a name that says which value this is, if it is one of several or not the default.
@@ -223,6 +226,7 @@ pub type Ended = (Vec<Measured>, anyhow::Result<()>);
 pub async fn run(
     resolved: &Resolved,
     o: &E2eOptions,
+    stop: &Stop,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     ensure!(o.mode.iter().all(|m| m != "vanilla"), "--mode: vanilla is always measured");
@@ -230,9 +234,9 @@ pub async fn run(
     let modes: Vec<String> =
         std::iter::once("vanilla".to_owned()).chain(o.mode.iter().cloned()).collect();
     let meter = Meter::find();
-    let (measured, ended) = measure(resolved, o, &modes, meter.as_ref().ok()).await?;
+    let (measured, ended) = measure(resolved, o, &modes, meter.as_ref().ok(), stop).await?;
     let mut out = Vec::new();
-    for Measured { setup, case, runs, corpus } in measured {
+    for Measured { setup, case, runs, corpus, .. } in measured {
         let label: Vec<_> = setup.label.into_iter().chain(case.label).collect();
         out.extend(corpus);
         out.extend(case_figures((&modes, &runs), case.tier, &label, answers.as_deref()));
@@ -273,6 +277,7 @@ pub async fn measure(
     o: &E2eOptions,
     modes: &[String],
     meter: Option<&Meter>,
+    stop: &Stop,
 ) -> anyhow::Result<Ended> {
     let questions = &checked(o)?[..];
     // Beside the store, on the device that serves it; /tmp may be memory.
@@ -283,7 +288,7 @@ pub async fn measure(
         let store = root.join(&setup.store);
         let mut settings = settings(o, &store)?;
         settings.extend(setup.settings.iter().cloned());
-        let measured = with_private(resolved, &store, &settings, async |client, config| {
+        let measured = with_private(resolved, &store, &settings, stop, async |client, config| {
             let summary = ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
             let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
             let mut corpus = corpus_figures(&status, &summary, &setup.label);
@@ -294,9 +299,10 @@ pub async fn measure(
                 eprintln!("{n}/{of} {}", label.join(", "));
                 let runs = modes.iter().map(|_| Run::default()).collect();
                 let (setup, corpus) = (setup.clone(), std::mem::take(&mut corpus));
-                out.push(Measured { setup, case: case.clone(), runs, corpus });
+                out.push(Measured { setup, case: case.clone(), runs, corpus, is_whole: false });
                 let runs = out.last_mut().map(|m| &mut m.runs[..]).unwrap_or_default();
                 bench.case(case, runs).await?;
+                out.iter_mut().for_each(|m| m.is_whole = true);
             }
             Ok(())
         });

@@ -75,7 +75,7 @@ pub async fn run(
         ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
         Ok((retrieve(&client, asked, o.top_k).await?, config.clone()))
     };
-    let (retrieved, config) = with_private(resolved, &dir, &quiet, prepare).await?;
+    let (retrieved, config) = with_private(resolved, &dir, &quiet, stop, prepare).await?;
     let store = offline::open(&config, None)?;
     let (model, prefix) = offline::model(&config)?;
     let mut questions = Vec::new();

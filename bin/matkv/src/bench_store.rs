@@ -13,7 +13,6 @@ use crate::args::{CodecOptions, LoadOptions, StartOptions, TraceBenchOptions};
 use crate::bench::{ingest_all, lines};
 use crate::figures::{Figure, Outcome};
 use crate::fio;
-use crate::out::say;
 use crate::pair::with_private;
 use crate::render::table;
 use crate::stop::Stop;
@@ -34,15 +33,15 @@ fn exact() -> [(&'static str, String); 3] {
 /// Ingests whole chunks of a corpus with exact rows, unless they are there, and opens the store.
 async fn corpus(
     resolved: &Resolved,
-    corpus: &[String],
-    documents: Option<usize>,
+    (corpus, documents): (&[String], Option<usize>),
     store: &Path,
+    stop: &Stop,
 ) -> anyhow::Result<Store> {
     let ingest = async |client, config: &Config| {
         ingest_all(&client, corpus, documents).await?;
         Ok(config.clone())
     };
-    let config = with_private(resolved, store, &exact(), ingest).await?;
+    let config = with_private(resolved, store, &exact(), stop, ingest).await?;
     Ok(offline::open(&config, None)?)
 }
 
@@ -69,7 +68,7 @@ pub async fn load(
 ) -> anyhow::Result<Outcome> {
     ensure!(fio::is_installed(), "fio is not installed; `apt-get install fio`");
     let (dir, _temporary) = place(resolved, o.store.as_deref())?;
-    let store = corpus(resolved, &o.corpus, o.documents, &dir).await?;
+    let store = corpus(resolved, (&o.corpus, o.documents), &dir, stop).await?;
     let encodings = [
         ("none", Encoding::EXACT),
         ("int8", Encoding::new(KvDtype::Int8, Codec::None)),
@@ -195,19 +194,14 @@ pub async fn codec(
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     let (dir, _temporary) = place(resolved, o.store.as_deref())?;
-    let store = corpus(resolved, &o.corpus, o.documents, &dir).await?;
+    let store = corpus(resolved, (&o.corpus, o.documents), &dir, stop).await?;
     let chunks = own(codec::exact(&store, o.chunks, 1024))?;
     let mut costs = Vec::new();
-    for dtype in KvDtype::AT_REST {
-        for codec in Codec::ALL {
-            let split = matches!(codec, Codec::SplitLz4 | Codec::SplitZstd);
-            if split && dtype.bits() != 16 {
-                continue;
-            }
-            let to = Encoding::new(dtype, codec);
-            stop.check()?;
-            costs.push(own(codec::cost(&store, &chunks, to, o.level))?);
-        }
+    for to in encodings().take_while(|_| !stop.is_raised()) {
+        costs.push(own(codec::cost(&store, &chunks, to, o.level))?);
+    }
+    if stop.is_raised() {
+        return Outcome::until(stop.check(), codec_figures(&costs, &[]), notes);
     }
     let (model, prefix) = offline::model(&resolved.config)?;
     let questions = text_questions(&o.questions, o.count)?;
@@ -227,13 +221,23 @@ pub async fn codec(
     let fidelity = own(codec::fidelity(&store, with, &chunks, &asked, dtypes, o.answer, next))?;
     notes.push(codec_table(&costs, &fidelity));
     notes.push(format!(
-        "{} chunks of 1,024 tokens, {} questions over 4 of them, {} answer tokens; one thread; \
-         ratio against fp16",
+        "{} chunks of 1,024 tokens, at most {} questions over 4 of them, {} answer tokens; one \
+         thread; ratio against fp16",
         chunks.len(),
         asked.len(),
         fidelity.first().map_or(0, |f| f.tokens)
     ));
     Outcome::until(stop.check(), codec_figures(&costs, &fidelity), notes)
+}
+
+/// Every row type with every codec; halves of bytes are split only where there are two.
+fn encodings() -> impl Iterator<Item = Encoding> {
+    let splits = |codec| matches!(codec, Codec::SplitLz4 | Codec::SplitZstd);
+    KvDtype::AT_REST.into_iter().flat_map(move |dtype| {
+        let codecs = Codec::ALL.into_iter();
+        let codecs = codecs.filter(move |codec| dtype.bits() == 16 || !splits(*codec));
+        codecs.map(move |codec| Encoding::new(dtype, codec))
+    })
 }
 
 fn codec_figures(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> Vec<Figure> {
@@ -248,8 +252,9 @@ fn codec_figures(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> Vec<Fig
         figures.push(Figure::exact(format!("ratio_{}", c.encoding), c.ratio, "ratio"));
     }
     let cold = Encoding::new(KvDtype::Int4, Codec::Zstd);
-    let ratio = costs.iter().find(|c| c.encoding == cold).map_or(0.0, |c| c.ratio);
-    figures.push(Figure::exact("cold_ratio_over_fp16", ratio, "ratio"));
+    if let Some(cost) = costs.iter().find(|c| c.encoding == cold) {
+        figures.push(Figure::exact("cold_ratio_over_fp16", cost.ratio, "ratio"));
+    }
     figures
 }
 
@@ -319,13 +324,13 @@ pub async fn start(
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     let (dir, _temporary) = place(resolved, None)?;
-    let (mut empty, mut full) = (Vec::new(), Vec::new());
+    let (mut empty, mut full, mut open) = (Vec::new(), Vec::new(), f64::NAN);
     let mut all = async || {
         let once = async || {
             let started = Instant::now();
             let ready =
                 async |_, config: &Config| Ok((started.elapsed().as_secs_f64(), config.clone()));
-            with_private(resolved, &dir, &exact(), ready).await
+            with_private(resolved, &dir, &exact(), stop, ready).await
         };
         let (_, config) = once().await?;
         for _ in 0..o.rounds {
@@ -335,19 +340,18 @@ pub async fn start(
         let store = offline::open(&config, None)?;
         let filled = Instant::now();
         own(offline::fill_index(&store, o.chunks))?;
-        say!("{} chunks indexed in {:.0} s", o.chunks, filled.elapsed().as_secs_f64());
+        eprintln!("{} chunks indexed in {:.0} s", o.chunks, filled.elapsed().as_secs_f64());
         let opened = Instant::now();
         drop(store);
         let store = offline::open(&config, None)?;
-        let open = opened.elapsed().as_secs_f64();
+        open = opened.elapsed().as_secs_f64();
         drop(store);
         for _ in 0..o.rounds {
             full.push(once().await?.0);
         }
-        Ok(open)
+        Ok(())
     };
     let ended = all().await;
-    let open = *ended.as_ref().unwrap_or(&f64::NAN);
     let mut figures = vec![
         Figure::exact("start_open_store_s", open, "s"),
         Figure::median("start_empty_s", &empty, "s"),
@@ -356,5 +360,5 @@ pub async fn start(
     if !full.is_empty() {
         figures.push(Figure::exact("start_chunks", o.chunks as f64, "chunks"));
     }
-    Outcome::until(ended.map(|_| ()), figures, notes)
+    Outcome::until(ended, figures, notes)
 }

@@ -13,6 +13,7 @@ use matkv_loader_core::process::{die_with_parent, terminate, terminate_and_wait}
 use matkv_telemetry::service;
 
 use crate::notify::Watchdog;
+use crate::stop::Stop;
 
 /// How long two processes may take to load their models.
 const READY: Duration = Duration::from_secs(120);
@@ -152,15 +153,17 @@ pub async fn with_private<T>(
     resolved: &Resolved,
     store: &Path,
     settings: &[(&'static str, String)],
+    stop: &Stop,
     work: impl AsyncFnOnce(Client, &Config) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
+    stop.check()?;
     let runtime = tempfile::tempdir().context("a temporary directory")?;
     let resolved = private(resolved, runtime.path(), store, settings)?;
     let mut pair = Pair::start(&resolved)?;
     let config = &resolved.config;
     let worked = tokio::select! {
         outcome = async { work(pair.ready(config).await?, config).await } => outcome,
-        _ = tokio::signal::ctrl_c() => Err(anyhow::anyhow!("interrupted")),
+        interrupted = stop.raised() => Err(interrupted),
     };
     pair.stop()?;
     worked

@@ -3,11 +3,18 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::ensure;
+use anyhow::{anyhow, ensure};
+use tokio::sync::Notify;
 
 /// Raised by the first Ctrl-C.
 #[derive(Clone, Default)]
-pub struct Stop(Arc<AtomicBool>);
+pub struct Stop(Arc<Flag>);
+
+#[derive(Default)]
+struct Flag {
+    is_up: AtomicBool,
+    changed: Notify,
+}
 
 impl Stop {
     /// From now on a Ctrl-C raises the flag; a second one ends the process, and with it its
@@ -23,7 +30,8 @@ impl Stop {
                 if asked > 0 {
                     std::process::exit(130);
                 }
-                raised.0.store(true, Ordering::SeqCst);
+                raised.0.is_up.store(true, Ordering::SeqCst);
+                raised.0.changed.notify_waiters();
                 eprintln!("stopping; once more ends at once");
             }
         });
@@ -31,7 +39,7 @@ impl Stop {
     }
 
     pub fn is_raised(&self) -> bool {
-        self.0.load(Ordering::SeqCst)
+        self.0.is_up.load(Ordering::SeqCst)
     }
 
     /// Whether to go on with the next of so many, which it names.
@@ -45,6 +53,16 @@ impl Stop {
             }
             go_on
         }
+    }
+
+    /// Waits until it is raised; what `check` says then.
+    pub async fn raised(&self) -> anyhow::Error {
+        // Made before the look: what comes in between is heard.
+        let changed = self.0.changed.notified();
+        if !self.is_raised() {
+            changed.await;
+        }
+        anyhow!("interrupted")
     }
 
     pub fn check(&self) -> anyhow::Result<()> {

@@ -20,6 +20,7 @@ use crate::ask::{Answer, generate};
 use crate::bench::{ingest_all, lines, with_pair};
 use crate::energy::{self, Meter};
 use crate::figures::{Figure, Outcome, percentiles};
+use crate::stop::Stop;
 
 /// One request: how it ended, and what it took from when it was due.
 struct Served {
@@ -75,6 +76,7 @@ struct Run<'a> {
 pub async fn run(
     resolved: &Resolved,
     o: &ThroughputOptions,
+    stop: &Stop,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     ensure!(o.clients > 0 && o.requests > 0, "--clients and --requests must be at least 1");
@@ -84,7 +86,7 @@ pub async fn run(
     let requests = requests(o, &questions);
     let meter = Meter::find();
     let mut runs = Vec::new();
-    let ended = with_pair(resolved, o.store.as_deref(), async |client| {
+    let ended = with_pair(resolved, o.store.as_deref(), stop, async |client| {
         ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
         for mode in &o.mode {
             eprintln!("{mode}: {} requests", requests.len());
@@ -119,6 +121,7 @@ pub async fn run(
 pub async fn energy(
     resolved: &Resolved,
     o: &ThroughputOptions,
+    stop: &Stop,
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     let meter = Meter::find();
@@ -126,7 +129,7 @@ pub async fn energy(
         notes.push(energy::note(&meter));
         return Ok(Outcome::complete(Vec::new()));
     }
-    let mut outcome = run(resolved, o, notes).await?;
+    let mut outcome = run(resolved, o, stop, notes).await?;
     let names = ["joules_per_1000_requests", "requests_per_kwh", "requests_per_s"];
     outcome.figures.retain(|f| names.iter().any(|n| f.name.starts_with(n)));
     Ok(outcome)

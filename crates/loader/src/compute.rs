@@ -49,9 +49,15 @@ pub struct Compute {
 /// Something computed slice by slice.
 enum Job {
     Prefill(Box<Prefill>),
-    /// All of its rows are there.
-    Prefilled(Box<Prefill>),
     Compile(Box<Compilation>),
+}
+
+/// What is left of a job after a slice.
+enum After {
+    More(Job),
+    /// A request whose rows are all there.
+    Prefilled(Box<Prefill>),
+    Nothing,
 }
 
 /// One run of the thread.
@@ -84,7 +90,7 @@ impl Compute {
             if run.active.is_empty() && run.background.is_none() {
                 pulse.rest();
                 select_biased! {
-                    recv(stopped) -> _ => return,
+                    recv(stopped) -> _ => break,
                     recv(self.chunks) -> job => match job {
                         Ok(job) => run.active.push_back(Job::compile(job)),
                         Err(_) => return,
@@ -108,7 +114,7 @@ impl Compute {
         // Nobody computes what is left.
         let left = run.active.drain(..).chain(run.background.take());
         let left = left.filter_map(|job| match job {
-            Job::Prefill(prefill) | Job::Prefilled(prefill) => Some(*prefill),
+            Job::Prefill(prefill) => Some(*prefill),
             Job::Compile(_) => None,
         });
         for prefill in left.chain(run.prefilled.drain(..)) {
@@ -124,7 +130,7 @@ impl Job {
     fn is_waiting(&mut self) -> bool {
         match self {
             Self::Prefill(prefill) => prefill.is_waiting(),
-            Self::Prefilled(_) | Self::Compile(_) => false,
+            Self::Compile(_) => false,
         }
     }
 
@@ -162,15 +168,18 @@ impl Run<'_> {
         let for_ingest = self.active.is_empty() || self.since >= SHARE;
         if for_ingest && let Some(job) = self.background.take() {
             self.since = 0;
-            self.background = self.slice(job);
+            if let After::More(job) = self.slice(job) {
+                self.background = Some(job);
+            }
         } else if let Some(job) = self.next_active() {
             self.since += 1;
             match self.slice(job) {
-                Some(Job::Prefilled(prefill)) => {
+                After::More(job) => self.active.push_back(job),
+                After::Prefilled(prefill) => {
                     prefill.state().through(Stage::Prefill);
                     self.prefilled.push(*prefill);
                 }
-                rest => self.active.extend(rest),
+                After::Nothing => {}
             }
         }
         self.finish();
@@ -196,8 +205,8 @@ impl Run<'_> {
         !requests.is_empty() && self.active.len() < ACTIVE_MAX - 1 || !chunks.is_empty()
     }
 
-    /// Computes a slice; gives the job back if there is more. A panic fails this job alone.
-    fn slice(&self, job: Job) -> Option<Job> {
+    /// Computes a slice. A panic fails this job alone.
+    fn slice(&self, job: Job) -> After {
         let core = &self.compute.core;
         let mut go_on = || {
             self.pulse.step();
@@ -210,18 +219,16 @@ impl Run<'_> {
                 let panicked = job.panicked();
                 let stepped = AssertUnwindSafe(|| job.step(core, prefix, &mut go_on));
                 let compiled = match catch_unwind(stepped) {
-                    Ok(false) => return Some(Job::Compile(job)),
-                    Ok(true) if self.stop.is_raised() => return None,
+                    Ok(false) => return After::More(Job::Compile(job)),
+                    Ok(true) if self.stop.is_raised() => return After::Nothing,
                     Ok(true) => {
                         catch_unwind(AssertUnwindSafe(|| job.finish(core))).unwrap_or(panicked)
                     }
                     Err(_) => panicked,
                 };
                 let _ = self.compute.compiled.send(compiled);
-                None
+                After::Nothing
             }
-            // It is finished, not computed.
-            Job::Prefilled(prefill) => Some(Job::Prefilled(prefill)),
             Job::Prefill(prefill) => {
                 let others = || self.has_others();
                 let watch = Watch { go_on: &mut go_on, others: &others };
@@ -230,21 +237,23 @@ impl Run<'_> {
         }
     }
 
-    fn slice_of_request(&self, mut prefill: Prefill, watch: Watch<'_>) -> Option<Job> {
+    fn slice_of_request(&self, mut prefill: Prefill, watch: Watch<'_>) -> After {
         let Compute { core, prefix, load, .. } = self.compute;
         let state = Arc::clone(prefill.state());
         let sliced = catch_unwind(AssertUnwindSafe(|| prefill.slice(core, prefix, watch)));
         // What the request held has come back before its client is told.
         let outcome = match sliced {
-            Ok(Slice::More | Slice::Later) => return Some(Job::Prefill(Box::new(prefill))),
+            Ok(Slice::More | Slice::Later) => {
+                return After::More(Job::Prefill(Box::new(prefill)));
+            }
             Ok(Slice::Again) => {
                 let resident = Box::new(prefill.into_resident());
                 match load.send(LoadMessage::Again(resident)) {
-                    Ok(()) => return None,
+                    Ok(()) => return After::Nothing,
                     Err(_) => Err(RequestError::Unavailable("the loader is stopping".into())),
                 }
             }
-            Ok(Slice::Complete) => return Some(Job::Prefilled(Box::new(prefill))),
+            Ok(Slice::Complete) => return After::Prefilled(Box::new(prefill)),
             Ok(Slice::Abandoned) => {
                 drop(prefill);
                 if state.is_cancelled() {
@@ -259,11 +268,9 @@ impl Run<'_> {
             }
         };
         state.end(outcome);
-        None
+        After::Nothing
     }
-}
 
-impl Run<'_> {
     /// The first token, and what follows it.
     fn finish_one(&self, prefill: Prefill) {
         let Compute { core, prefix, sessions, .. } = self.compute;

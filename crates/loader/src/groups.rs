@@ -79,6 +79,17 @@ impl Groups {
         }
     }
 
+    /// Somebody waits for memory that the group's requests hold: if these waited for each other, and
+    /// one of them for that memory, it would be for ever.
+    pub fn part(&self) {
+        let mut group = self.group();
+        if !group.apart {
+            group.apart = true;
+            drop(group);
+            (self.wake)();
+        }
+    }
+
     fn group(&self) -> MutexGuard<'_, Group> {
         self.group.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -150,17 +161,6 @@ impl Member {
         let group = self.groups.group();
         group.closed && group.before[stage as usize] == 0 || group.apart && stage != Stage::Retrieve
     }
-
-    /// There is no memory for this request beside the others: waiting for each other would last for
-    /// ever.
-    pub fn part(&self) {
-        let mut group = self.groups.group();
-        if !group.apart {
-            group.apart = true;
-            drop(group);
-            (self.groups.wake)();
-        }
-    }
 }
 
 impl Drop for Member {
@@ -205,19 +205,16 @@ mod tests {
     async fn whoever_waits_is_next() {
         let groups = Groups::new(1, || {});
         let first = groups.join().await;
-        let waiting: Vec<_> = (0..3)
-            .map(|i| {
-                let groups = Arc::clone(&groups);
-                async move {
-                    let _member = groups.join().await;
-                    i
-                }
-            })
-            .collect();
-        let mut waiting = futures_util::future::join_all(waiting).boxed();
+        let order = Mutex::new(Vec::new());
+        let wait = async |i: usize| {
+            let _member = groups.join().await;
+            order.lock().unwrap().push(i);
+        };
+        let mut waiting = futures_util::future::join_all((0..3).map(wait)).boxed_local();
         assert!((&mut waiting).now_or_never().is_none());
         first.leave();
-        assert_eq!(waiting.await, [0, 1, 2]);
+        waiting.await;
+        assert_eq!(*order.lock().unwrap(), [0, 1, 2]);
     }
 
     #[tokio::test]
@@ -230,8 +227,8 @@ mod tests {
         [&a, &b].iter().for_each(|m| m.through(Stage::Retrieve));
         a.through(Stage::Load);
         let before = WOKEN.load(Ordering::SeqCst);
-        b.part();
-        b.part();
+        groups.part();
+        groups.part();
         assert_eq!(WOKEN.load(Ordering::SeqCst), before + 1);
         assert!(a.all_through(Stage::Load) && a.all_through(Stage::Prefill));
         drop((a, b));

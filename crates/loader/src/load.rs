@@ -31,7 +31,6 @@ use crate::growing::Growing;
 use crate::hand_over::own_slot_bytes;
 use crate::request::{
     ChunkSource, Coming, Lease, Leased, NearChunk, OwnSlot, Planned, RequestState, Resident,
-    ms_since,
 };
 use crate::world::{ChunkReply, Found, LOADS_MAX, LoadMessage, Materialize, World};
 
@@ -46,6 +45,8 @@ struct Pending {
     again: bool,
     /// Its turn has come: what it wants from flash has left the arena.
     begun: bool,
+    /// When everything was there, or on its way.
+    ready: Option<Instant>,
     /// Until everything is there.
     span: Option<trace::Timer>,
 }
@@ -247,11 +248,11 @@ impl<W: World> Load<W> {
         }
         crash_point(CrashPoint::LoadPlanned);
         let leases = planned.chunks.iter().map(|_| None).collect();
-        let span = Some(trace::span("load", "load", planned.state.number));
         let urgent = planned.urgent;
-        let (started, own) = (Instant::now(), None);
+        let (started, own, span, ready) = (Instant::now(), None, None, None);
         let (compacted, again, begun) = (false, false, false);
-        let pending = Pending { planned, started, leases, own, compacted, again, begun, span };
+        let pending =
+            Pending { planned, started, leases, own, compacted, again, begun, ready, span };
         let waiting = Waiting::Request(Box::new(pending));
         if urgent {
             self.waiting.push_front(waiting);
@@ -266,8 +267,9 @@ impl<W: World> Load<W> {
         let Resident { planned, chunks, own, started, .. } = resident;
         let leases = chunks.into_iter().map(Leased::lease).collect();
         let span = Some(trace::span("load", "load again", planned.state.number));
-        let (own, compacted, again, begun) = (Some(own), false, true, true);
-        let pending = Pending { planned, started, leases, own, compacted, again, begun, span };
+        let (own, compacted, again, begun, ready) = (Some(own), false, true, true, None);
+        let pending =
+            Pending { planned, started, leases, own, compacted, again, begun, ready, span };
         self.waiting.push_front(Waiting::Request(Box::new(pending)));
     }
 
@@ -325,6 +327,10 @@ impl<W: World> Load<W> {
         }
         ahead.append(&mut behind);
         self.waiting = ahead;
+        // Reads run out as well, and come back by themselves.
+        if blocked && self.loading.len() < LOADS_MAX {
+            self.world.lacks_memory();
+        }
         self.prefetch();
         debug_assert_eq!(self.check(), Ok(()));
     }
@@ -355,9 +361,8 @@ impl<W: World> Load<W> {
         if !request.planned.state.may_go_on_after(Stage::Retrieve) {
             return Some(Waiting::Request(request));
         }
-        if !std::mem::replace(&mut request.begun, true) && request.planned.cold {
-            // Not earlier: others may bring it in again before.
-            request.planned.chunks.iter().for_each(|c| self.cache.remove(&c.id));
+        if !request.begun {
+            self.begin(&mut request);
         }
         *blocked = !self.advance(&mut request);
         let mut stuck = false;
@@ -377,11 +382,9 @@ impl<W: World> Load<W> {
         }
         let ready = request.own.is_some() && self.can_begin(&request);
         let state = &request.planned.state;
-        if *blocked {
-            state.lacks_memory();
-        }
-        if ready {
+        if ready && request.ready.is_none() {
             request.span = None;
+            request.ready = Some(Instant::now());
             state.through(Stage::Load);
         }
         if ready && state.may_go_on_after(Stage::Load) && self.world.prefill_has_room() {
@@ -394,6 +397,18 @@ impl<W: World> Load<W> {
             None
         } else {
             Some(Waiting::Request(request))
+        }
+    }
+
+    /// Its turn has come. What it wants from flash leaves the arena now: what others have brought
+    /// in before would be there.
+    fn begin(&mut self, request: &mut Pending) {
+        request.begun = true;
+        request.started = Instant::now();
+        request.span = Some(trace::span("load", "load", request.planned.state.number));
+        if request.planned.cold {
+            request.leases.iter_mut().for_each(|l| *l = None);
+            request.planned.chunks.iter().for_each(|c| self.cache.remove(&c.id));
         }
     }
 
@@ -502,20 +517,6 @@ impl<W: World> Load<W> {
         request.own.is_some()
     }
 
-    /// What a request has used is warm, and what is near it may be asked for next.
-    fn look_ahead(&mut self, planned: &mut Planned) {
-        let near = std::mem::take(&mut planned.near);
-        if planned.urgent {
-            return;
-        }
-        self.cache.warm(near.iter().map(|n| &n.id));
-        let used = planned.chunks.iter().map(|c| c.id).collect();
-        self.world.used(used, near.iter().map(|n| n.id).collect());
-        let window = self.world.prefetch_window();
-        // The newest guess is the best one.
-        self.expected = near.into_iter().take(window).collect();
-    }
-
     /// Layers of a chunk that is being read for somebody, unless they will not come.
     fn growing(&self, id: &ChunkId) -> Option<&Arc<Growing>> {
         let growing = self.loading.get(id)?.growing.as_ref()?;
@@ -530,7 +531,7 @@ impl<W: World> Load<W> {
     }
 
     fn hand_on(&mut self, request: Pending) {
-        let Pending { mut planned, started, leases, own, again, .. } = request;
+        let Pending { mut planned, started, leases, own, again, ready, .. } = request;
         let Some(own) = own else { return };
         if !again {
             self.look_ahead(&mut planned);
@@ -549,7 +550,8 @@ impl<W: World> Load<W> {
             });
         }
         let state: Arc<RequestState> = Arc::clone(&planned.state);
-        let load_ms = ms_since(started);
+        let until = ready.unwrap_or_else(Instant::now);
+        let load_ms = until.saturating_duration_since(started).as_secs_f64() * 1e3;
         let resident = Resident { planned, chunks, own, started, load_ms };
         if !self.world.prefill(resident) {
             state.end(Err(RequestError::Unavailable("the loader is stopping".into())));

@@ -13,6 +13,7 @@ use matkv_types::ChunkId;
 use crate::compile::{CompileJob, Compiled};
 use crate::core::Core;
 use crate::flash::Unusable;
+use crate::groups::Groups;
 use crate::keeper::KeeperMessage;
 use crate::load::Load;
 use crate::onboard::Onboarding;
@@ -31,6 +32,8 @@ pub(crate) struct Process {
     pub core: Arc<Core>,
     pub onboarding: Arc<Onboarding>,
     pub sessions: Arc<Sessions>,
+    /// Without overlap: what requests wait for each other in.
+    pub groups: Option<Arc<Groups>>,
     /// Whether loads of a tier are tried.
     pub flash_breaker: Breaker,
     pub prefill: Sender<Box<Resident>>,
@@ -143,6 +146,12 @@ impl World for Process {
 
     fn overlap(&self) -> bool {
         self.core.config.overlap
+    }
+
+    fn lacks_memory(&mut self) {
+        if let Some(groups) = &self.groups {
+            groups.part();
+        }
     }
 
     fn prefill(&mut self, resident: Resident) -> bool {

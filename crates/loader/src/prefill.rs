@@ -30,6 +30,8 @@ pub struct Prefill {
     resident: Resident,
     done: usize,
     started: Option<Instant>,
+    /// What it took, in milliseconds.
+    took: f64,
     logits: Vec<f32>,
 }
 
@@ -115,7 +117,7 @@ fn internal(e: impl std::fmt::Display) -> RequestError {
 impl Prefill {
     pub fn new(resident: Resident) -> Result<Self, RequestError> {
         let kv = resident.own_rows().map_err(internal)?;
-        Ok(Self { kv, resident, done: 0, started: None, logits: Vec::new() })
+        Ok(Self { kv, resident, done: 0, started: None, took: 0.0, logits: Vec::new() })
     }
 
     pub fn state(&self) -> &Arc<RequestState> {
@@ -134,7 +136,7 @@ impl Prefill {
 
     /// Computes the next rows; complete when the chunks are there to stay, too.
     pub fn slice(&mut self, core: &Core, prefix: &ChunkSlot, mut watch: Watch<'_>) -> Slice {
-        self.started.get_or_insert_with(Instant::now);
+        let started = *self.started.get_or_insert_with(Instant::now);
         self.resident.settle();
         if self.logits.is_empty() {
             match self.compute(core, prefix, &mut watch) {
@@ -151,6 +153,7 @@ impl Prefill {
             }
         }
         self.resident.settle();
+        self.took = ms_since(started);
         Slice::Complete
     }
 
@@ -219,7 +222,7 @@ impl Prefill {
         prefix: &ChunkSlot,
         sessions: &Sessions,
     ) -> Result<Option<FinishReason>, RequestError> {
-        let Self { mut resident, kv, started, logits, .. } = self;
+        let Self { mut resident, kv, took, logits, .. } = self;
         // The rows are the decoder's from now on.
         drop(kv);
         resident.planned.count_computed_chunks();
@@ -239,7 +242,7 @@ impl Prefill {
         };
         state.update(|p| {
             p.phases.load_ms = load_ms;
-            p.phases.prefill_ms = started.map_or(0.0, ms_since);
+            p.phases.prefill_ms = took;
             p.phases.first_token_ms = ms_since(state.received);
             if !is_end {
                 p.tokens.push(first);

@@ -162,13 +162,6 @@ impl RequestState {
         self.member.get().is_none_or(|m| m.all_through(stage))
     }
 
-    /// There is no memory for it beside those that hold some now.
-    pub fn lacks_memory(&self) {
-        if let Some(member) = self.member.get() {
-            member.part();
-        }
-    }
-
     /// Changes the progress and tells the stream.
     pub fn update<R>(&self, change: impl FnOnce(&mut Progress) -> R) -> R {
         let result = change(&mut self.progress.lock().unwrap_or_else(PoisonError::into_inner));

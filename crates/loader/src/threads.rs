@@ -189,7 +189,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         queue: Arc::new(Semaphore::new(config.queue)),
         header: Arc::clone(&opened.header),
         tracing: Tracing::default(),
-        groups,
+        groups: groups.clone(),
     };
     let session = session_thread(config, &mut opened, &sessions);
     let (core, prefix) = (&opened.core, Arc::clone(&opened.prefix));
@@ -214,6 +214,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         core: Arc::clone(core),
         onboarding: Arc::clone(&onboarding),
         sessions: Arc::clone(&compute.sessions),
+        groups,
         flash_breaker: Breaker::default(),
         prefill: requests.0,
         compile: chunks.0,

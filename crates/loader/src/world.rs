@@ -116,6 +116,9 @@ pub trait World {
     /// Whether a request may be computed while its chunks are on their way.
     fn overlap(&self) -> bool;
 
+    /// Somebody has to wait for memory that others hold.
+    fn lacks_memory(&mut self);
+
     /// Sub-prefills a request; false if the process is stopping.
     fn prefill(&mut self, resident: Resident) -> bool;
 

@@ -192,6 +192,8 @@ impl World for SimWorld {
         true
     }
 
+    fn lacks_memory(&mut self) {}
+
     fn prefill(&mut self, resident: Resident) -> bool {
         self.prefills += 1;
         let time = self.random.between(2, 20);

@@ -61,7 +61,8 @@ impl Bench<'_> {
         }
         let (resolved, store) = (self.resolved, self.scratch()?);
         let settings = [("log.level", "warn".to_owned())];
-        with_private(resolved, store.path(), &settings, async |client, _| {
+        let stop = self.stop.clone();
+        with_private(resolved, store.path(), &settings, &stop, async |client, _| {
             let (_corpus, prompt) = self.prompt(&client, 0).await?;
             self.hf_rounds(&client, &peers, &prompt).await
         })

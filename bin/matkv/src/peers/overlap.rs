@@ -119,7 +119,7 @@ impl Bench<'_> {
         self.progress(format_args!("ingest of {STORED} chunks"))?;
         let quiet = [("log.level", "error".to_owned())];
         let ingest = async |client, _: &_| ingest_all(&client, &documents, None).await;
-        with_private(self.resolved, store.path(), &quiet, ingest).await?;
+        with_private(self.resolved, store.path(), &quiet, &self.stop, ingest).await?;
         let chunk = chunk_bytes(store.path())?;
         let mut place = Place { store: store.path(), documents, chunk, rate: 0 };
         let wanted = |what: &str| {
@@ -196,7 +196,7 @@ impl Bench<'_> {
         Ok(crate::demo::median(warm))
     }
 
-    /// All requests, served by a pair of their own, which has served one before.
+    /// All requests, served by a pair of their own, which has served some before.
     async fn run(&self, place: &Place<'_>, serving: Serving) -> anyhow::Result<Run> {
         let Place { store, documents, chunk, rate } = place;
         let warm = serving == Serving::Warm;
@@ -211,8 +211,10 @@ impl Bench<'_> {
             ("prefetch.enabled", "false".to_owned()),
             ("arena.size", (arena as u64).next_multiple_of(4096).to_string()),
             ("io.throttle", rate.to_string()),
+            // Many loads at once wait for one slow device.
+            ("io.deadline", "10min".to_owned()),
         ];
-        with_private(self.resolved, store, &settings, async |client, _| {
+        with_private(self.resolved, store, &settings, &self.stop, async |client, _| {
             // All chunks are there, unless a request wants them from flash.
             all(&client, STORED / CHUNKS, documents, !warm).await?;
             all(&client, self.options.requests, documents, !warm).await

@@ -253,6 +253,20 @@ impl<W: World> Load<W> {
         }
     }
 
+    /// What a request has used is warm, and what is near it may be asked for next.
+    pub(super) fn look_ahead(&mut self, planned: &mut Planned) {
+        let near = std::mem::take(&mut planned.near);
+        if planned.urgent {
+            return;
+        }
+        self.cache.warm(near.iter().map(|n| &n.id));
+        let used = planned.chunks.iter().map(|c| c.id).collect();
+        self.world.used(used, near.iter().map(|n| n.id).collect());
+        let window = self.world.prefetch_window();
+        // The newest guess is the best one.
+        self.expected = near.into_iter().take(window).collect();
+    }
+
     /// A chunk has become resident: everyone who waits for it gets a lease before anything else
     /// can evict it.
     fn settle(&mut self, chunk: Arc<ChunkSlot>, source: ChunkSource, arrival: Arrival) {
