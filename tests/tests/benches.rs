@@ -179,7 +179,6 @@ async fn every_interrupted_benchmark_says_what_it_has_measured() {
             "independent: 20/200",
             "failed[independent]",
         ),
-        (corpus.with(&["codec"], &["--chunks", "2", "--answer", "200"]), "question 2/", "kl_int8"),
         (["start", "--chunks", "100", "--rounds", "2"].to_vec(), "100 chunks", "start_empty_s"),
         (
             ["cold", "--corpus", &document, "--chunks", "1", "--rounds", "100000"].to_vec(),

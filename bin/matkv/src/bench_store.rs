@@ -197,7 +197,8 @@ pub async fn codec(
     let store = corpus(resolved, (&o.corpus, o.documents), &dir, stop).await?;
     let chunks = own(codec::exact(&store, o.chunks, 1024))?;
     let mut costs = Vec::new();
-    for to in encodings().take_while(|_| !stop.is_raised()) {
+    let mut next = stop.counting("encoding", encodings().count());
+    for to in encodings().take_while(|_| next()) {
         costs.push(own(codec::cost(&store, &chunks, to, o.level))?);
     }
     if stop.is_raised() {

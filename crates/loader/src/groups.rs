@@ -79,8 +79,8 @@ impl Groups {
         }
     }
 
-    /// Somebody waits for memory that the group's requests hold: if these waited for each other, and
-    /// one of them for that memory, it would be for ever.
+    /// Somebody waits for memory that the group's requests hold: if these waited for each other,
+    /// and one of them for that memory, it would be for ever.
     pub fn part(&self) {
         let mut group = self.group();
         if !group.apart {

@@ -120,10 +120,10 @@ fn engine(
 
 fn machine(
     core: &Core,
-    prefix: Arc<ChunkSlot>,
+    prefix: &Arc<ChunkSlot>,
     process: Process,
 ) -> Result<Load<Process>, LoaderError> {
-    let policy = policy(&core.config.arena_policy)?;
+    let (policy, prefix) = (policy(&core.config.arena_policy)?, Arc::clone(prefix));
     Ok(Load::new(core.spec.clone(), &core.arena, prefix, policy, process))
 }
 
@@ -192,10 +192,10 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         groups: groups.clone(),
     };
     let session = session_thread(config, &mut opened, &sessions);
-    let (core, prefix) = (&opened.core, Arc::clone(&opened.prefix));
+    let (core, prefix) = (&opened.core, &opened.prefix);
     let compute = Compute {
         core: Arc::clone(core),
-        prefix: Arc::clone(&prefix),
+        prefix: Arc::clone(prefix),
         sessions,
         requests: requests.1,
         regrouped: regrouped.unwrap_or_else(never),
@@ -221,8 +221,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         background: background.0,
         store: store.0,
     };
-    let machine = machine(core, prefix, process)?;
-    let loading = Loading { machine, channels, resident };
+    let loading = Loading { machine: machine(core, prefix, process)?, channels, resident };
     let (incoming, ingests, stores, notes) = (retrieve.1, ingest.1, store.1, keeper.1);
     let inlets = Inlets { incoming, ingests, stores, notes };
     let mut specs = specs(opened, loading, compute, session, inlets, &load.0);

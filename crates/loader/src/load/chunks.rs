@@ -14,7 +14,7 @@ use crate::compile::{CompileJob, Compiled};
 use crate::error::RequestError;
 use crate::flash::Unusable;
 use crate::growing::Growing;
-use crate::request::{ChunkSource, Lease, Materialized, NearChunk};
+use crate::request::{ChunkSource, Lease, Materialized, NearChunk, Planned};
 use crate::world::{LOADS_MAX, LoadJob, Loaded, World};
 
 impl<W: World> Load<W> {
