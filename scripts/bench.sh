@@ -33,9 +33,9 @@ matkv=${MATKV:-target/release/matkv}
 store=${STORE:-target/bench-store}
 case $kind in
 e2e)
-    "$matkv" bench e2e --corpus "$corpus/documents" --documents 200 \
+    "$matkv" bench e2e --corpus "$corpus/documents" --documents "${DOCUMENTS:-200}" \
         --questions "$corpus/questions/query.jsonl" --answers "$corpus/answers/answer.jsonl" \
-        --count 20 --store "$store" "$@"
+        --count "${COUNT:-20}" --store "$store" "$@"
     ;;
 cold)
     # Four of the longest documents are enough for whole 1,024-token chunks.

@@ -59,6 +59,10 @@ pub struct E2eOptions {
     /// Prepare requests while others decode: on, off; as configured if absent
     #[arg(long, value_enum, value_delimiter = ',')]
     pub overlap: Vec<Overlap>,
+    /// All questions are there from the beginning, and as many as --batch says are decoded together;
+    /// without this as many are asked at once, the next when all of them have been answered
+    #[arg(long)]
+    pub stream: bool,
     /// Keep the store here instead of in a temporary directory
     #[arg(long)]
     pub store: Option<PathBuf>,
@@ -143,8 +147,13 @@ fn label<T: PartialEq>(all: &[T], default: T, name: String) -> Option<String> {
 /// What every pair is started with: nothing of it is kept where the configured one's is.
 fn settings(o: &E2eOptions, store: &Path) -> anyhow::Result<Vec<(&'static str, String)>> {
     let most = o.batch.iter().copied().max().unwrap_or(1);
+    ensure!(!o.stream || o.batch.len() == 1, "--stream takes one --batch");
+    ensure!(
+        !o.stream || o.asked.count <= BATCH_MAX,
+        "--stream takes {BATCH_MAX} questions at most"
+    );
     let mut out = vec![("log.level", "warn".to_owned()), ("pipeline.queue", BATCH_MAX.to_string())];
-    if most > 1 {
+    if most > 1 || o.stream {
         out.push(("pipeline.batch_size", most.to_string()));
         // As many rows as they may have.
         out.push(("pipeline.batch_tokens", (1 << 30).to_string()));
@@ -292,7 +301,7 @@ pub async fn measure(
             let summary = ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
             let status = client.clone().get_status(GetStatusRequest {}).await?.into_inner();
             let mut corpus = corpus_figures(&status, &summary, &setup.label);
-            let bench = Bench { client, config, questions, modes, meter };
+            let bench = Bench { client, config, questions, modes, meter, stream: o.stream };
             for (j, case) in cases.iter().enumerate() {
                 let (n, of) = (i * cases.len() + j + 1, setups.len() * cases.len());
                 let label: Vec<_> = setup.label.iter().chain(&case.label).cloned().collect();
@@ -349,6 +358,8 @@ struct Bench<'a> {
     questions: &'a [String],
     modes: &'a [String],
     meter: Option<&'a Meter>,
+    /// All questions at once.
+    stream: bool,
 }
 
 impl Bench<'_> {
@@ -356,7 +367,8 @@ impl Bench<'_> {
     async fn case(&self, case: &Case, runs: &mut [Run]) -> anyhow::Result<()> {
         let asked = self.questions;
         // Whole groups: fewer at once would be something else.
-        let groups: Vec<&[String]> = asked.chunks_exact(case.batch).collect();
+        let size = if self.stream { asked.len() } else { case.batch };
+        let groups: Vec<&[String]> = asked.chunks_exact(size).collect();
         // Warm-up: code pages, allocator, thread pools.
         for mode in self.modes {
             generate(self.client.clone(), request(case, &asked[0], mode), |_| Ok(())).await?;
@@ -369,7 +381,7 @@ impl Bench<'_> {
                 self.bring(case, group, &mut moved).await?;
                 self.group(case, group, &self.modes[m], &mut runs[m]).await?;
             }
-            eprintln!("question {}/{}", (i + 1) * case.batch, asked.len());
+            eprintln!("question {}/{}", (i + 1) * size, asked.len());
         }
         // Where the next case expects them.
         for chunk in &moved {

@@ -100,6 +100,7 @@ fn options(o: &ReportOptions, store: &Path) -> anyhow::Result<E2eOptions> {
         encoding: Vec::new(),
         chunk_size: Vec::new(),
         overlap: Vec::new(),
+        stream: false,
         store: Some(store.to_owned()),
     })
 }
@@ -115,14 +116,20 @@ pub async fn measure(
     let options = options(o, &store)?;
     let modes = MODES.map(str::to_owned);
     let meter = Meter::find();
-    // The first table is of requests one at a time.
-    let mut batch = o.batch.clone();
-    batch.push(1);
-    batch.sort_unstable();
-    batch.dedup();
-    let batches = E2eOptions { batch, overlap: vec![Overlap::Off, Overlap::On], ..options.clone() };
-    let measured = e2e::measure(resolved, &batches, &modes, meter.as_ref().ok(), stop).await?;
-    let (measured, mut ended) = whole(measured);
+    let meter_used = meter.as_ref().ok();
+    let one = E2eOptions { overlap: vec![Overlap::Off], ..options.clone() };
+    let (alone, mut ended) = whole(e2e::measure(resolved, &one, &modes, meter_used, stop).await?);
+    let mut measured = Vec::new();
+    for &size in &o.batch {
+        if ended.is_err() {
+            break;
+        }
+        let overlap = vec![Overlap::Off, Overlap::On];
+        let stream = E2eOptions { batch: vec![size], overlap, stream: true, ..options.clone() };
+        let cases;
+        (cases, ended) = whole(e2e::measure(resolved, &stream, &modes, meter_used, stop).await?);
+        measured.extend(cases);
+    }
     let tiers = E2eOptions {
         tier: vec![Tier::Arena, Tier::Flash, Tier::Cold],
         overlap: vec![Overlap::Off],
@@ -132,7 +139,7 @@ pub async fn measure(
     if ended.is_ok() {
         (kinds, ended) = whole(e2e::measure(resolved, &tiers, &modes[1..], None, stop).await?);
     }
-    let Some(alone) = measured.first() else {
+    let Some(alone) = alone.first() else {
         return Err(ended.err().unwrap_or_else(|| anyhow!("no request was measured")));
     };
     let batches = pairs(&measured);
@@ -142,8 +149,10 @@ pub async fn measure(
         MODES[1]
     );
     out += &format!("\none request at a time, no overlap; medians\n{}", phases(&alone.runs));
-    out +=
-        &format!("\nall questions; the next group begins when one has ended\n{}", sweep(&batches));
+    out += &format!(
+        "\nall questions there from the beginning, so many decoded together\n{}",
+        sweep(&batches)
+    );
     out += &format!("\none at a time, no overlap; medians\n{}", storage(&kinds));
     out += &match &meter {
         Ok(meter) => format!("\nenergy: {}\n{}", meter.describe(), energy_table(&batches)),
