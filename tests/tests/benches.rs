@@ -96,6 +96,7 @@ fn e2e_measures_every_tier_and_batch() {
         (["--count", "0"], "--count must be at least 1"),
         (["--top-k", "0"], "--top-k must be at least 1"),
         (["--encoding", "int7"], "int7"),
+        (["--stream", "--batch=1,2"], "--batch is one number"),
     ] {
         let output = bench(&home, &corpus.with(&["e2e"], &wrong));
         assert!(output.code != Some(0) && output.err.contains(why), "{output:?}");

@@ -147,11 +147,6 @@ fn label<T: PartialEq>(all: &[T], default: T, name: String) -> Option<String> {
 /// What every pair is started with: nothing of it is kept where the configured one's is.
 fn settings(o: &E2eOptions, store: &Path) -> anyhow::Result<Vec<(&'static str, String)>> {
     let most = o.batch.iter().copied().max().unwrap_or(1);
-    ensure!(!o.stream || o.batch.len() == 1, "--stream takes one --batch");
-    ensure!(
-        !o.stream || o.asked.count <= BATCH_MAX,
-        "--stream takes {BATCH_MAX} questions at most"
-    );
     let mut out = vec![("log.level", "warn".to_owned()), ("pipeline.queue", BATCH_MAX.to_string())];
     if most > 1 || o.stream {
         out.push(("pipeline.batch_size", most.to_string()));
@@ -269,6 +264,11 @@ fn checked(o: &E2eOptions) -> anyhow::Result<Vec<String>> {
     );
     ensure!(o.asked.count > 0, "--count must be at least 1");
     ensure!(!o.top_k.contains(&0), "--top-k must be at least 1");
+    if o.stream {
+        ensure!(o.batch.len() == 1, "with --stream, --batch is one number");
+        let most = "questions can be there at once: lower --count";
+        ensure!(o.asked.count <= BATCH_MAX, "no more than {BATCH_MAX} {most}");
+    }
     let mut questions = lines(&o.asked.questions, "query")?;
     ensure!(!questions.is_empty(), "{} has no questions", o.asked.questions.display());
     questions.truncate(o.asked.count);
