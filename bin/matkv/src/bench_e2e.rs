@@ -59,7 +59,7 @@ pub struct E2eOptions {
     /// Prepare requests while others decode: on, off; as configured if absent
     #[arg(long, value_enum, value_delimiter = ',')]
     pub overlap: Vec<Overlap>,
-    /// All questions are there from the beginning, and as many as --batch says are decoded together;
+    /// All questions are there from the beginning, and as many as --batch says decoded together;
     /// without this as many are asked at once, the next when all of them have been answered
     #[arg(long)]
     pub stream: bool,
