@@ -404,7 +404,9 @@ impl<W: World> Load<W> {
     /// in before would be there.
     fn begin(&mut self, request: &mut Pending) {
         request.begun = true;
-        request.started = Instant::now();
+        let arrived = std::mem::replace(&mut request.started, Instant::now());
+        let waited = (request.started - arrived).as_secs_f64() * 1e3;
+        request.planned.state.update(|p| p.phases.queue_ms += waited);
         request.span = Some(trace::span("load", "load", request.planned.state.number));
         if request.planned.cold {
             request.leases.iter_mut().for_each(|l| *l = None);
