@@ -139,6 +139,15 @@ async fn a_load_lies_inside_the_decode_before_it() {
     server.stop().await;
 }
 
+fn crossing(a: &(u64, u64), b: &(u64, u64)) -> bool {
+    a.0 < b.1 && b.0 < a.1
+}
+
+/// How many of these times cross one of them, at most.
+fn together(times: &[(u64, u64)]) -> Option<usize> {
+    times.iter().map(|a| times.iter().filter(|b| crossing(a, b)).count()).max()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn without_overlap_a_group_goes_through_one_stage_after_the_other() {
     let settings = ["pipeline.overlap=false", "pipeline.batch_size=4"];
@@ -146,7 +155,6 @@ async fn without_overlap_a_group_goes_through_one_stage_after_the_other() {
     documents(&server).await;
     let spans = traced(&server, all_at_once(&server)).await;
     let stages = ["load", "sub-prefill", "decode"].map(|name| times(&spans, name));
-    let crossing = |a: &(u64, u64), b: &(u64, u64)| a.0 < b.1 && b.0 < a.1;
     for (i, stage) in stages.iter().enumerate() {
         assert_eq!(stage.len(), REQUESTS);
         for other in &stages[i + 1..] {
@@ -155,9 +163,7 @@ async fn without_overlap_a_group_goes_through_one_stage_after_the_other() {
         }
     }
     // Whoever was not there when the first group closed is in a full one.
-    let decodes = &stages[2];
-    let together = |a: &(u64, u64)| decodes.iter().filter(|b| crossing(a, b)).count();
-    assert_eq!(decodes.iter().map(together).max(), Some(4), "{decodes:?}");
+    assert_eq!(together(&stages[2]), Some(4), "{:?}", stages[2]);
     let home = server.stop().await;
 
     // All eight, their chunks and rows, have no place in so little memory.
@@ -165,7 +171,6 @@ async fn without_overlap_a_group_goes_through_one_stage_after_the_other() {
     let server = Server::start_in(home, &small).await;
     let spans = traced(&server, all_at_once(&server)).await;
     let decodes = times(&spans, "decode");
-    let together = |a: &(u64, u64)| decodes.iter().filter(|b| crossing(a, b)).count();
-    assert!(decodes.iter().map(together).max() < Some(REQUESTS), "{decodes:?}");
+    assert!(together(&decodes) < Some(REQUESTS), "{decodes:?}");
     server.stop().await;
 }

@@ -74,8 +74,7 @@ pub async fn with_pair(
 ) -> anyhow::Result<()> {
     // Beside the store, on the device that serves it; /tmp may be memory.
     let (store, _temporary) = bench_store::place(resolved, store)?;
-    let log = [("log.level", "warn".to_owned())];
-    with_private(resolved, &store, &log, stop, async |client, _| measure(client).await).await
+    with_private(resolved, &store, &[], stop, async |client, _| measure(client).await).await
 }
 
 fn show(resolved: &Resolved, name: &str, figures: &[Figure], notes: &[String], format: Format) {
@@ -117,6 +116,14 @@ pub fn lines(path: &Path, field: &str) -> anyhow::Result<Vec<String>> {
         Err(_) => line.to_owned(),
     };
     Ok(text.lines().filter(|l| !l.trim().is_empty()).map(value).collect())
+}
+
+/// The first questions of a file, so many at most.
+pub fn questions(path: &Path, most: usize) -> anyhow::Result<Vec<String>> {
+    let mut all = lines(path, "query")?;
+    ensure!(!all.is_empty(), "{} has no questions", path.display());
+    all.truncate(most);
+    Ok(all)
 }
 
 /// Ingests documents in order of their numbers, every one.

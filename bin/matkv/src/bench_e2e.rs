@@ -17,7 +17,7 @@ use matkv_types::{Codec, KvDtype};
 
 use crate::args::{CorpusOptions, QuestionOptions};
 use crate::ask::{Answer, generate};
-use crate::bench::{ingest_all, lines};
+use crate::bench::{ingest_all, lines, questions};
 use crate::bench_store::place;
 use crate::chunks::said;
 use crate::energy::{self, Meter};
@@ -147,7 +147,7 @@ fn label<T: PartialEq>(all: &[T], default: T, name: String) -> Option<String> {
 /// What every pair is started with: nothing of it is kept where the configured one's is.
 fn settings(o: &E2eOptions, store: &Path) -> anyhow::Result<Vec<(&'static str, String)>> {
     let most = o.batch.iter().copied().max().unwrap_or(1);
-    let mut out = vec![("log.level", "warn".to_owned()), ("pipeline.queue", BATCH_MAX.to_string())];
+    let mut out = vec![("pipeline.queue", BATCH_MAX.to_string())];
     if most > 1 || o.stream {
         out.push(("pipeline.batch_size", most.to_string()));
         // As many rows as they may have.
@@ -269,9 +269,7 @@ fn checked(o: &E2eOptions) -> anyhow::Result<Vec<String>> {
         let most = "questions can be there at once: lower --count";
         ensure!(o.asked.count <= BATCH_MAX, "no more than {BATCH_MAX} {most}");
     }
-    let mut questions = lines(&o.asked.questions, "query")?;
-    ensure!(!questions.is_empty(), "{} has no questions", o.asked.questions.display());
-    questions.truncate(o.asked.count);
+    let questions = questions(&o.asked.questions, o.asked.count)?;
     ensure!(
         questions.len() >= most,
         "{} questions are too few for --batch {most}",
@@ -308,10 +306,10 @@ pub async fn measure(
                 eprintln!("{n}/{of} {}", label.join(", "));
                 let runs = modes.iter().map(|_| Run::default()).collect();
                 let (setup, corpus) = (setup.clone(), std::mem::take(&mut corpus));
+                let at = out.len();
                 out.push(Measured { setup, case: case.clone(), runs, corpus, is_whole: false });
-                let runs = out.last_mut().map(|m| &mut m.runs[..]).unwrap_or_default();
-                bench.case(case, runs).await?;
-                out.iter_mut().for_each(|m| m.is_whole = true);
+                bench.case(case, &mut out[at].runs).await?;
+                out[at].is_whole = true;
             }
             Ok(())
         });

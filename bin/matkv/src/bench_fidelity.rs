@@ -5,7 +5,6 @@
 
 use std::path::PathBuf;
 
-use anyhow::{anyhow, ensure};
 use matkv_api::Client;
 use matkv_api::v1::GenerateRequest;
 use matkv_config::{Config, Resolved};
@@ -15,8 +14,8 @@ use matkv_types::ChunkId;
 
 use crate::args::{CorpusOptions, QuestionOptions};
 use crate::ask::generate;
-use crate::bench::{ingest_all, lines};
-use crate::bench_store::place;
+use crate::bench::{ingest_all, lines, questions};
+use crate::bench_store::{own, place};
 use crate::figures::{Figure, Outcome};
 use crate::pair::with_private;
 use crate::render::table;
@@ -62,20 +61,16 @@ pub async fn run(
     notes: &mut Vec<String>,
 ) -> anyhow::Result<Outcome> {
     let link = resolved.config.link_tokens;
-    let own = |e: String| anyhow!("{e}");
     let methods: Vec<Method> =
-        o.mode.iter().map(|m| Method::parse(m, link)).collect::<Result<_, _>>().map_err(own)?;
-    let asked = lines(&o.asked.questions, "query")?;
-    ensure!(!asked.is_empty(), "{} has no questions", o.asked.questions.display());
+        own(o.mode.iter().map(|m| Method::parse(m, link)).collect::<Result<_, _>>())?;
+    let asked = &questions(&o.asked.questions, o.asked.count)?[..];
     let gold = o.asked.answers.as_deref().map(|p| lines(p, "answer")).transpose()?;
     let (dir, _temporary) = place(resolved, o.store.as_deref())?;
-    let asked = &asked[..o.asked.count.min(asked.len())];
-    let quiet = [("log.level", "warn".to_owned())];
     let prepare = async |client, config: &Config| {
         ingest_all(&client, &o.ingest.corpus, o.ingest.documents).await?;
         Ok((retrieve(&client, asked, o.top_k).await?, config.clone()))
     };
-    let (retrieved, config) = with_private(resolved, &dir, &quiet, stop, prepare).await?;
+    let (retrieved, config) = with_private(resolved, &dir, &[], stop, prepare).await?;
     let store = offline::open(&config, None)?;
     let (model, prefix) = offline::model(&config)?;
     let mut questions = Vec::new();
@@ -86,7 +81,7 @@ pub async fn run(
     let next = stop.counting("question", questions.len());
     let compared =
         fidelity::compare(&store, (&model, &prefix), &questions, &methods, o.answer, next);
-    let samples = compared.map_err(own)?;
+    let samples = own(compared)?;
     let with_gold = gold.is_some();
     let figures: Vec<Vec<Figure>> =
         o.mode.iter().zip(&samples).map(|(m, s)| of_mode(m, s, with_gold)).collect();

@@ -10,7 +10,7 @@ use matkv_loader_core::offline::{self, Store};
 use matkv_types::{Codec, Encoding, KvDtype};
 
 use crate::args::{CodecOptions, LoadOptions, StartOptions, TraceBenchOptions};
-use crate::bench::{ingest_all, lines};
+use crate::bench::{ingest_all, questions};
 use crate::figures::{Figure, Outcome};
 use crate::fio;
 use crate::pair::with_private;
@@ -22,12 +22,8 @@ pub fn own<T>(result: Result<T, String>) -> anyhow::Result<T> {
 }
 
 /// Settings of a store with exact rows.
-fn exact() -> [(&'static str, String); 3] {
-    [
-        ("log.level", "warn".to_owned()),
-        ("storage.dtype", "bf16".to_owned()),
-        ("storage.codec", "none".to_owned()),
-    ]
+fn exact() -> [(&'static str, String); 2] {
+    [("storage.dtype", "bf16".to_owned()), ("storage.codec", "none".to_owned())]
 }
 
 /// Ingests whole chunks of a corpus with exact rows, unless they are there, and opens the store.
@@ -205,7 +201,7 @@ pub async fn codec(
         return Outcome::until(stop.check(), codec_figures(&costs, &[]), notes);
     }
     let (model, prefix) = offline::model(&resolved.config)?;
-    let questions = text_questions(&o.questions, o.count)?;
+    let questions = questions(&o.questions, o.count)?;
     let rests: Vec<Vec<u32>> =
         questions.iter().map(|q| offline::rest(&model, q)).collect::<Result<_, _>>()?;
     let asked: Vec<codec::Question<'_>> = rests
@@ -274,12 +270,6 @@ fn codec_table(costs: &[codec::Cost], fidelity: &[codec::Fidelity]) -> String {
     };
     let rows: Vec<_> = costs.iter().map(row).collect();
     table(&["encoding", "ratio", "encode GB/s", "decode GB/s", "KL", "top-1"], &rows)
-}
-
-fn text_questions(path: &Path, count: usize) -> anyhow::Result<Vec<String>> {
-    let all = lines(path, "query")?;
-    ensure!(!all.is_empty(), "{} has no questions", path.display());
-    Ok(all.into_iter().take(count).collect())
 }
 
 /// Hit rate by tokens of every policy on every trace.

@@ -169,8 +169,9 @@ pub async fn with_private<T>(
     worked
 }
 
-/// A configuration with its own runtime directory, and its own store in this one directory: it
-/// writes to none of the directories and tiers of the configured one, unless `more` says so.
+/// A configuration with its own runtime directory, and its own store in this one directory. Unless
+/// `more` says so, it writes to none of the directories and tiers of the configured one, and logs
+/// warnings only.
 fn private(
     resolved: &Resolved,
     directory: &Path,
@@ -183,6 +184,7 @@ fn private(
     resolved.override_with("storage.type", "single")?;
     resolved.override_with("storage.dirs", "")?;
     resolved.override_with("cold.url", "")?;
+    resolved.override_with("log.level", "warn")?;
     for (key, value) in more {
         resolved.override_with(key, value)?;
     }

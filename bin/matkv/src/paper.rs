@@ -181,7 +181,7 @@ fn phases(runs: &[Run]) -> String {
     table(&["ms", "vanilla", "MatKV", "change", "published", "MatKV", "change"], &rows)
 }
 
-/// Every batch size, the smallest first, without overlap and with it.
+/// Every batch size without overlap and with it.
 fn pairs(all: &[Measured]) -> Vec<(&Measured, &Measured)> {
     let of = |overlap| all.iter().filter(move |m| m.setup.overlap == Some(overlap));
     of(Overlap::Off).zip(of(Overlap::On)).collect()

@@ -17,7 +17,7 @@ use rand::{Rng, SeedableRng};
 
 use crate::args::ThroughputOptions;
 use crate::ask::{Answer, generate};
-use crate::bench::{ingest_all, lines, with_pair};
+use crate::bench::{ingest_all, questions, with_pair};
 use crate::energy::{self, Meter};
 use crate::figures::{Figure, Outcome, percentiles};
 use crate::stop::Stop;
@@ -81,9 +81,7 @@ pub async fn run(
 ) -> anyhow::Result<Outcome> {
     ensure!(o.clients > 0 && o.requests > 0, "--clients and --requests must be at least 1");
     ensure!(o.rate.is_none_or(|r| r > 0.0), "--rate must be more than 0");
-    let questions = lines(&o.questions, "query")?;
-    ensure!(!questions.is_empty(), "{} has no questions", o.questions.display());
-    let requests = requests(o, &questions);
+    let requests = requests(o, &questions(&o.questions, usize::MAX)?);
     let meter = Meter::find();
     let mut runs = Vec::new();
     let ended = with_pair(resolved, o.store.as_deref(), stop, async |client| {

@@ -6,7 +6,7 @@ mod common;
 use candle_core::quantized::GgmlDType;
 use common::{Sequence, Slot, first_difference};
 use matkv_kernels::team::Team;
-use matkv_model::{LanguageModel, Phase, Step, greedy};
+use matkv_model::{LanguageModel, Phase, greedy};
 use matkv_testkit::TinyModel;
 use matkv_types::{KvDtype, Precision};
 
@@ -42,15 +42,8 @@ fn decode(model: &LanguageModel, sequences: &mut [Sequence<'_>]) -> Vec<Vec<Vec<
         let rows: Vec<_> = sequences.iter_mut().zip(&tokens).map(|(s, t)| s.rows(&[*t])).collect();
         let segments: Vec<_> = sequences.iter().map(Sequence::segments).collect();
         let parts = sequences.iter_mut().zip(rows.iter().zip(&segments));
-        let mut steps: Vec<_> = parts
-            .map(|(sequence, (rows, segments))| Step {
-                rows,
-                segments,
-                own: &mut sequence.own.section,
-                own_layout: sequence.own.layout,
-                logits: true,
-            })
-            .collect();
+        let mut steps: Vec<_> =
+            parts.map(|(sequence, (rows, segments))| sequence.step(rows, segments, true)).collect();
         let logits = model.forward(&mut steps);
         assert_eq!(logits.len(), sequences.len());
         tokens = logits.iter().map(|l| greedy(l)).collect();

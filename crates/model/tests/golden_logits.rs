@@ -5,7 +5,7 @@
 mod common;
 
 use common::{Sequence, first_difference, fixture};
-use matkv_model::{LanguageModel, Step, log_sum_exp};
+use matkv_model::{LanguageModel, log_sum_exp};
 use matkv_types::{KvDtype, Precision};
 use serde_json::Value;
 
@@ -164,13 +164,7 @@ fn together(
         for (i, sequence) in sequences.iter_mut().enumerate() {
             done[i] += taken[i];
             if taken[i] > 0 {
-                steps.push(Step {
-                    rows: &rows[i],
-                    segments: &segments[i],
-                    own: &mut sequence.own.section,
-                    own_layout: sequence.own.layout,
-                    logits: done[i] == tokens[i].len(),
-                });
+                steps.push(sequence.step(&rows[i], &segments[i], done[i] == tokens[i].len()));
             }
         }
         let ended = [0, 1].map(|i| taken[i] > 0 && done[i] == tokens[i].len());

@@ -60,9 +60,8 @@ impl Bench<'_> {
             );
         }
         let (resolved, store) = (self.resolved, self.scratch()?);
-        let settings = [("log.level", "warn".to_owned())];
         let stop = self.stop.clone();
-        with_private(resolved, store.path(), &settings, &stop, async |client, _| {
+        with_private(resolved, store.path(), &[], &stop, async |client, _| {
             let (_corpus, prompt) = self.prompt(&client, 0).await?;
             self.hf_rounds(&client, &peers, &prompt).await
         })

@@ -59,6 +59,10 @@ struct Run {
     loads: f64,
 }
 
+fn each(runs: &[Run], value: impl Fn(&Run) -> f64) -> Vec<f64> {
+    runs.iter().map(value).collect()
+}
+
 /// Asks about four documents of a chunk each; the next one about the next four.
 fn request(i: usize, documents: &[String], cold: bool) -> GenerateRequest {
     let first = i * CHUNKS % documents.len();
@@ -170,12 +174,11 @@ impl Bench<'_> {
             over.push(on.seconds / (off - warm).max(on.processor / cores));
         }
         for (runs, state) in [(&on, "on"), (&off, "off"), (&warm, "off, no loads")] {
-            let each = |f: fn(&Run) -> f64| runs.iter().map(f).collect::<Vec<_>>();
-            let rates: Vec<f64> = each(|r| r.seconds).iter().map(|s| requests as f64 / s).collect();
+            let rates = each(runs, |r| requests as f64 / r.seconds);
             let name = format!("{what}_requests_per_s[{state}]");
             self.figures.push(Figure::median(name, &rates, "requests/s"));
             let name = format!("{what}_processor_s[{state}]");
-            self.figures.push(Figure::median(name, &each(|r| r.processor), "s"));
+            self.figures.push(Figure::median(name, &each(runs, |r| r.processor), "s"));
         }
         let share = Figure::median(format!("{what}_load_share[off]"), &shares, "share");
         let device = match place.rate {
@@ -190,8 +193,7 @@ impl Bench<'_> {
         ));
         self.figures.push(share);
         self.figures.push(Figure::median(format!("{what}_over_bound"), &over, "ratio"));
-        let [on, off, warm] =
-            [on, off, warm].map(|runs| runs.iter().map(|r| r.seconds).collect::<Vec<_>>());
+        let [on, off, warm] = [on, off, warm].map(|runs| each(&runs, |r| r.seconds));
         self.ratio(&format!("{what}_on_over_off"), &on, &off);
         Ok(crate::demo::median(warm))
     }

@@ -89,10 +89,9 @@ pub async fn ask_cold(client: &Client, mode: &str, files: &[PathBuf]) -> anyhow:
 impl Bench<'_> {
     pub async fn serving(&mut self) -> anyhow::Result<()> {
         let (resolved, store) = (self.resolved, self.scratch()?);
-        let settings = [("log.level", "warn".to_owned())];
         let stop = self.stop.clone();
         let serve = async |client, _: &_| self.serve(client).await;
-        with_private(resolved, store.path(), &settings, &stop, serve).await
+        with_private(resolved, store.path(), &[], &stop, serve).await
     }
 
     /// A corpus of whole chunks, the first of which are ingested, and the prompt of the question.

@@ -150,21 +150,24 @@ impl<'a> Sequence<'a> {
         self.runs.iter().map(segment).collect()
     }
 
+    /// Rows that have been taken, to be computed, perhaps beside those of others.
+    pub fn step<'s>(
+        &'s mut self,
+        rows: &'s [ForwardRow],
+        segments: &'s [Segment<'s>],
+        logits: bool,
+    ) -> Step<'s> {
+        let Slot { section, layout } = &mut self.own;
+        Step { rows, segments, own: section, own_layout: *layout, logits }
+    }
+
     /// Computes tokens at the end of the last run; logits of the last one.
     pub fn extend(&mut self, tokens: &[u32]) -> Vec<f32> {
         let mut logits = Vec::new();
         let calls = tokens.chunks(self.per_call).len();
         for (call, tokens) in tokens.chunks(self.per_call).enumerate() {
-            let rows = self.rows(tokens);
-            let segments = self.segments();
-            let mut steps = [Step {
-                rows: &rows,
-                segments: &segments,
-                own: &mut self.own.section,
-                own_layout: self.own.layout,
-                logits: call + 1 == calls,
-            }];
-            logits = self.model.forward(&mut steps);
+            let (model, rows, segments) = (self.model, self.rows(tokens), self.segments());
+            logits = model.forward(&mut [self.step(&rows, &segments, call + 1 == calls)]);
         }
         logits.pop().unwrap_or_default()
     }
