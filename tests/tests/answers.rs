@@ -52,6 +52,7 @@ async fn empty_corpus(server: &Server) {
 #[tokio::test(flavor = "multi_thread")]
 async fn reuse_answers_like_full_prefill() {
     let Some(server) = with_documents().await else { return };
+    earlier_turns(&server).await;
     one_chunk(&server).await;
     three_chunks(&server).await;
     focused(&server).await;
@@ -98,7 +99,8 @@ fn phases(reply: &Reply) {
 }
 
 async fn three_chunks(server: &Server) {
-    let request = of(&["log"], "Who crossed the narrow bridge?");
+    // Cold: the modes share no rows.
+    let request = GenerateRequest { cold: true, ..of(&["log"], "Who crossed the narrow bridge?") };
     let vanilla = server.ask(mode("vanilla", request.clone())).await;
     let exact = server.ask(mode("linked(100000)", request.clone())).await;
     assert_same("everything is linked", &vanilla, &exact);
@@ -172,6 +174,53 @@ async fn exact(server: &Server) {
         (chunks[1] + chunks[2], "exact")
     );
     assert!(exact.usage.cached_tokens() > chunks[0]);
+}
+
+/// What earlier turns have computed is not computed again, and shows in nothing but that.
+async fn earlier_turns(server: &Server) {
+    let first = "What did the miller say about the flood?";
+    let log = server.ask(GenerateRequest { cold: true, ..of(&["log"], first) }).await.chunk_ids();
+    let backwards: Vec<String> = log.iter().rev().cloned().collect();
+    for (reuse, of_chunks, chunk_ids) in [("linked(16)", 32, log), ("exact", u32::MAX, backwards)] {
+        let says = async |cold, asked: &[&str]| {
+            let role = |i: usize| if i.is_multiple_of(2) { "user" } else { "assistant" };
+            let turns: Vec<_> = asked.iter().enumerate().map(|(i, t)| (role(i), *t)).collect();
+            let request = conversation(&[], &turns);
+            let request = GenerateRequest { cold, chunk_ids: chunk_ids.clone(), ..request };
+            server.ask(mode(reuse, request)).await
+        };
+        let one = says(false, &[first]).await;
+        assert_eq!(one.usage.earlier_tokens, 0, "{reuse}: nobody has asked this");
+        let chunks: Vec<u32> = one.chunks.iter().map(|c| c.tokens).collect();
+        assert_eq!(one.usage.recomputed_rows, of_chunks.min(chunks[1] + chunks[2]));
+
+        let two = says(false, &[first, &one.text, "And who was there?"]).await;
+        let (u, before) = (&two.usage, &one.usage);
+        // All that the first turn had to compute, its answer not included.
+        assert_eq!(u.earlier_tokens, before.prompt_tokens - before.cached_tokens(), "{reuse}");
+        assert_eq!((u.cached_tokens(), u.recomputed_rows), (before.prompt_tokens, 0), "{reuse}");
+        let computed = says(true, &[first, &one.text, "And who was there?"]).await;
+        assert_eq!(
+            (computed.usage.earlier_tokens, computed.usage.prompt_tokens),
+            (0, u.prompt_tokens)
+        );
+        assert_same(reuse, &computed, &two);
+
+        // The same again: all but the row that the first token is drawn from.
+        let again = says(false, &[first, &one.text, "And who was there?"]).await;
+        assert_eq!(again.usage.cached_tokens(), u.prompt_tokens - 1, "{reuse}");
+        assert_same(reuse, &computed, &again);
+        // Another turn of the same conversation, up to where it differs.
+        let other = says(false, &[first, "Nothing.", "And who was there?"]).await;
+        assert_eq!(other.usage.earlier_tokens, u.earlier_tokens, "{reuse}");
+        let computed = says(true, &[first, "Nothing.", "And who was there?"]).await;
+        assert_same(reuse, &computed, &other);
+    }
+    // Full prefill serves nobody and is served by nobody.
+    for asked in ["vanilla", "focused(0.25,16)", "focused(0.25,16)"] {
+        let request = conversation(&["log"], &[("user", first)]);
+        assert_eq!(server.ask(mode(asked, request)).await.usage.earlier_tokens, 0, "{asked}");
+    }
 }
 
 async fn warm_and_cold(server: &Server) {

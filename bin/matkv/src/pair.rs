@@ -185,6 +185,8 @@ fn private(
     resolved.override_with("storage.dirs", "")?;
     resolved.override_with("cold.url", "")?;
     resolved.override_with("log.level", "warn")?;
+    // A question asked again is to be computed again.
+    resolved.override_with("reuse.earlier_prompts", "false")?;
     for (key, value) in more {
         resolved.override_with(key, value)?;
     }

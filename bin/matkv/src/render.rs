@@ -47,8 +47,13 @@ pub fn sources(answer: &Answer) {
 
 pub fn usage(answer: &Answer) {
     let (u, t) = (&answer.usage, &answer.timings);
+    let earlier = match u.earlier_tokens {
+        0 => String::new(),
+        n => format!(", {n} of them from an earlier prompt"),
+    };
     say!(
-        "  {}: {} prompt tokens ({} cached, {} recomputed), {} answered; first token {:.0} ms, {}",
+        "  {}: {} prompt tokens ({} cached{earlier}, {} recomputed), {} answered; first token {:.0} \
+         ms, {}",
         u.mode,
         u.prompt_tokens,
         u.cached_tokens(),
@@ -77,6 +82,7 @@ pub fn answer_json(a: &Answer) -> Value {
         "usage": {
             "prompt_tokens": u.prompt_tokens, "cached_tokens": u.cached_tokens(),
             "completion_tokens": u.completion_tokens, "recomputed_rows": u.recomputed_rows,
+            "earlier_tokens": u.earlier_tokens,
             "dropped_chunks": u.dropped_chunks, "mode": u.mode,
         },
         "timings_ms": {

@@ -56,6 +56,8 @@ pub struct Config {
     pub reuse_mode: String,
     /// Rows recomputed at the start of every chunk after the first.
     pub link_tokens: u32,
+    /// Whether rows of earlier prompts are kept in the arena for those that begin as they did.
+    pub earlier_prompts: bool,
     /// Bytes of the arena.
     pub arena_bytes: u64,
     /// Read engine.
@@ -190,7 +192,12 @@ impl Places {
 
 impl Default for Config {
     fn default() -> Self {
-        let Places { cache_dir, store_dir, runtime_dir } = Places::of_this_user();
+        Self::at(Places::of_this_user())
+    }
+}
+
+impl Config {
+    fn at(Places { cache_dir, store_dir, runtime_dir }: Places) -> Self {
         Self {
             model: "smollm2-135m".into(),
             precision: Precision::Bf16,
@@ -205,6 +212,7 @@ impl Default for Config {
             top_k: 4,
             reuse_mode: "linked".into(),
             link_tokens: 32,
+            earlier_prompts: true,
             arena_bytes: 1 << 30,
             io_engine: IoEngine::Auto,
             io_depth: 32,

@@ -119,6 +119,13 @@ pub static SETTINGS: &[Setting] = &[
         parse,
         u32::to_string
     ),
+    setting!(
+        "reuse.earlier_prompts",
+        "rows of earlier prompts serve those that begin the same: a conversation's next turn",
+        earlier_prompts,
+        parse,
+        bool::to_string
+    ),
     setting!("arena.size", "shared memory for KV", arena_bytes, arena, |n: &u64| exact_bytes(*n)),
     setting!(
         "arena.policy",

@@ -19,6 +19,8 @@ pub struct Arena {
     freed_receiver: Receiver<()>,
     /// Slots held by requests.
     held: AtomicUsize,
+    /// Slots on their way to be kept.
+    returning: AtomicUsize,
 }
 
 /// A slot counted as held by a request; the last field of whatever holds one, so that it is
@@ -41,6 +43,24 @@ impl Drop for Held {
     }
 }
 
+/// A slot that no request holds any more and that is not in the table yet; the last field of what
+/// carries it.
+pub struct Returning(Arc<Arena>);
+
+impl Returning {
+    pub fn new(arena: &Arc<Arena>) -> Self {
+        arena.returning.fetch_add(1, Ordering::SeqCst);
+        Self(Arc::clone(arena))
+    }
+}
+
+impl Drop for Returning {
+    fn drop(&mut self) {
+        self.0.returning.fetch_sub(1, Ordering::SeqCst);
+        self.0.signal();
+    }
+}
+
 /// Bytes of the arena; freed when dropped.
 pub struct Extent {
     arena: Arc<Arena>,
@@ -57,6 +77,7 @@ impl Arena {
             freed,
             freed_receiver,
             held: AtomicUsize::new(0),
+            returning: AtomicUsize::new(0),
         })
     }
 
@@ -79,6 +100,11 @@ impl Arena {
     /// Slots held by requests now.
     pub fn held(&self) -> usize {
         self.held.load(Ordering::SeqCst)
+    }
+
+    /// Slots on their way to be kept. Whoever reads this after [`Self::held`] misses none.
+    pub fn returning(&self) -> usize {
+        self.returning.load(Ordering::SeqCst)
     }
 
     /// Signals that something was freed or unpinned.

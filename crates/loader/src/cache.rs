@@ -11,6 +11,7 @@ use matkv_telemetry::names;
 use matkv_types::ChunkId;
 
 use crate::arena::{Arena, ChunkSlot, Extent};
+use crate::earlier::Beginning;
 
 /// How a chunk came to be in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,19 +30,27 @@ struct Entry {
     expected: bool,
 }
 
-/// Resident chunks; owned by the load thread.
+/// Resident chunks, and rows of earlier prompts; owned by the load thread.
 pub struct ChunkCache {
     entries: HashMap<ChunkId, Entry>,
+    /// Which of the entries are rows of earlier prompts.
+    beginnings: HashMap<ChunkId, Beginning>,
     policy: Box<dyn Policy<ChunkId>>,
 }
 
 impl ChunkCache {
     pub fn new(policy: PolicyKind) -> Self {
-        Self { entries: HashMap::new(), policy: policy.build() }
+        Self { entries: HashMap::new(), beginnings: HashMap::new(), policy: policy.build() }
     }
 
+    /// Chunks.
     pub fn len(&self) -> usize {
-        self.entries.len()
+        self.entries.len() - self.beginnings.len()
+    }
+
+    /// Earlier prompts.
+    pub fn earlier(&self) -> usize {
+        self.beginnings.len()
     }
 
     pub fn contains(&self, id: &ChunkId) -> bool {
@@ -75,6 +84,28 @@ impl ChunkCache {
         self.policy.insert(id, item);
     }
 
+    /// Keeps the rows of a prompt, and no longer those of prompts that it goes on with.
+    pub fn keep(&mut self, slot: Arc<ChunkSlot>, beginning: Beginning, cost: f64) {
+        let id = slot.id();
+        let whole = |b: &Beginning| b.common(&beginning) == b.rows();
+        let contained = self.beginnings.iter().filter(|(_, b)| whole(b));
+        let contained: Vec<ChunkId> = contained.map(|(id, _)| *id).collect();
+        contained.iter().for_each(|id| self.remove(id));
+        self.insert(slot, Arrival::Demanded, cost);
+        self.beginnings.insert(id, beginning);
+    }
+
+    /// The earlier prompt that shares the most rows with this one, and how many.
+    pub fn longest(&self, beginning: &Beginning) -> Option<(ChunkId, usize)> {
+        let common = self.beginnings.iter().map(|(id, b)| (*id, b.common(beginning)));
+        common.filter(|(_, rows)| *rows > 0).max_by_key(|(id, rows)| (*rows, *id))
+    }
+
+    /// A resident chunk, which nobody uses by this.
+    pub fn peek(&self, id: &ChunkId) -> Option<Arc<ChunkSlot>> {
+        Some(Arc::clone(&self.entries.get(id)?.chunk))
+    }
+
     /// Forgets a chunk; its slot is freed when the last lease ends.
     pub fn remove(&mut self, id: &ChunkId) {
         self.forget(id);
@@ -82,6 +113,7 @@ impl ChunkCache {
     }
 
     fn forget(&mut self, id: &ChunkId) {
+        self.beginnings.remove(id);
         if self.entries.remove(id).is_some_and(|e| e.expected) {
             metrics::counter!(names::PREFETCHED, "outcome" => "wasted").increment(1);
         }

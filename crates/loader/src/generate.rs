@@ -105,6 +105,7 @@ async fn finish(
     metrics::counter!(names::REQUESTS, "outcome" => outcome_name).increment(1);
     metrics::counter!(names::PROMPT_TOKENS).increment(started.prompt_tokens as u64);
     metrics::counter!(names::CACHED_TOKENS).increment(started.cached_tokens as u64);
+    metrics::counter!(names::EARLIER_TOKENS).increment(started.earlier_rows as u64);
     metrics::counter!(names::COMPLETION_TOKENS).increment(tokens as u64);
     let reason = match outcome {
         Ok(reason) => reason,
@@ -122,6 +123,7 @@ async fn finish(
         completion_tokens: tokens as u32,
         recomputed_rows: started.recomputed_rows as u32,
         dropped_chunks: started.dropped.iter().map(ToString::to_string).collect(),
+        earlier_tokens: started.earlier_rows as u32,
         mode: started.mode.map(|m| m.to_string()).unwrap_or_default(),
     };
     let event = v1::Finished {

@@ -7,6 +7,7 @@ use matkv_types::{Mode, PAGE_BYTES, align_up};
 
 use crate::arena::ChunkSlot;
 use crate::chunk_spec::ChunkSpec;
+use crate::earlier::Keeping;
 use crate::error::RequestError;
 use crate::plan::{PlannedSegment, PlannedSource};
 use crate::request::{Lease, Leased, Planned, Resident};
@@ -65,12 +66,14 @@ pub fn own_slot_bytes(spec: &ChunkSpec, planned: &Planned) -> usize {
     own_kv_offset(planned) + spec.own_layout(planned.plan.own_rows).total_bytes()
 }
 
-/// Publishes a request whose rows and first token are there.
+/// Publishes a request whose rows and first token are there; what is kept of it when it has ended
+/// is said now.
 pub fn hand_over(
     prefix: &ChunkSlot,
     sessions: &Sessions,
     resident: Resident,
     first: u32,
+    keeping: Option<Keeping>,
 ) -> Result<(), RequestError> {
     let Resident { planned, chunks, own, .. } = resident;
     let wanted = chunks.len();
@@ -88,6 +91,6 @@ pub fn hand_over(
     crash_point(CrashPoint::PublishFilled);
     state.attach(Some(control.clone()));
     let kv_start = range.start + own_kv_offset(&planned);
-    let running = Running::new(state, control, own, leases);
+    let running = Running::new(state, control, own, leases, keeping);
     sessions.publish(running, control_len, kv_start)
 }

@@ -14,6 +14,7 @@ mod chunk_spec;
 mod compile;
 mod compute;
 mod core;
+mod earlier;
 mod error;
 mod flash;
 mod focus;
@@ -72,6 +73,7 @@ pub mod machine {
     pub use crate::arena::{Arena, ChunkSlot, FillingSlot};
     pub use crate::chunk_spec::ChunkSpec;
     pub use crate::compile::{CompileJob, Compiled};
+    pub use crate::earlier::Keeping;
     pub use crate::error::RequestError;
     pub use crate::flash::Unusable;
     pub use crate::focus::focused;

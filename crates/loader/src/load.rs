@@ -10,6 +10,7 @@
 //! simulation.
 
 mod chunks;
+mod earlier;
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
@@ -162,6 +163,11 @@ impl<W: World> Load<W> {
         self.cache.len()
     }
 
+    /// Earlier prompts whose rows are in the arena.
+    pub fn earlier(&self) -> usize {
+        self.cache.earlier()
+    }
+
     /// Whether nobody waits for memory and nothing is under way.
     pub fn is_at_rest(&self) -> bool {
         let under_way = self.loading.len() + self.abandoned.len() + self.computing;
@@ -234,6 +240,7 @@ impl<W: World> Load<W> {
             LoadMessage::Request(planned) => self.arrive(*planned),
             LoadMessage::Again(resident) => self.arrive_again(*resident),
             LoadMessage::Materialize(m) => self.waiting.push_back(Waiting::Materialize(m, 0)),
+            LoadMessage::Keep(kept) => self.keep(*kept),
             LoadMessage::Forget(ids) => ids.iter().for_each(|id| self.cache.remove(id)),
         }
     }
@@ -372,7 +379,8 @@ impl<W: World> Load<W> {
             let mine = request.leases.iter().flatten().count() + usize::from(request.own.is_some());
             let others = self.arena.held().saturating_sub(mine);
             let holds = |w: &Waiting| matches!(w, Waiting::Request(r) if r.holds());
-            let idle = self.loading.len() + self.abandoned.len() + self.computing == 0;
+            let under_way = self.loading.len() + self.abandoned.len() + self.computing;
+            let idle = under_way + self.arena.returning() == 0;
             *blocked = !self.advance(&mut request);
             stuck = *blocked && idle && others == 0 && !ahead.iter().any(holds);
             if stuck && !request.compacted {
@@ -423,11 +431,6 @@ impl<W: World> Load<W> {
         self.cache.evict_unpinned();
         self.take_own_slot(request);
         self.advance(request)
-    }
-
-    fn take_own_slot(&mut self, request: &mut Pending) {
-        let bytes = own_slot_bytes(&self.spec, &request.planned);
-        request.own = self.cache.allocate(&self.arena, bytes).map(OwnSlot::new);
     }
 
     /// Gives a chunk of an ingest its slot; gives it back if it must wait.
@@ -554,7 +557,8 @@ impl<W: World> Load<W> {
         let state: Arc<RequestState> = Arc::clone(&planned.state);
         let until = ready.unwrap_or_else(Instant::now);
         let load_ms = until.saturating_duration_since(started).as_secs_f64() * 1e3;
-        let resident = Resident { planned, chunks, own, started, load_ms };
+        let earlier = self.earlier_rows(&planned);
+        let resident = Resident { planned, chunks, own, earlier, started, load_ms };
         if !self.world.prefill(resident) {
             state.end(Err(RequestError::Unavailable("the loader is stopping".into())));
         }

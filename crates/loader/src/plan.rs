@@ -178,6 +178,13 @@ impl Plan {
         Self { own_rows: self.own_rows, segments_max: self.segments_max, ..plan }
     }
 
+    /// The first of the rows to compute are those of an earlier prompt: they are not computed.
+    pub fn count_earlier(&mut self, rows: usize) {
+        let of_chunks = self.rows.len() - self.rest().len();
+        self.cached_tokens += rows;
+        self.recomputed_rows -= rows.min(of_chunks);
+    }
+
     /// Rows of what follows the chunks.
     pub fn rest(&self) -> &[ForwardRow] {
         let rows = self.segments.last().map_or(0, |s| s.rows);

@@ -11,6 +11,7 @@ use matkv_types::{FinishReason, KvLayout, Mode};
 
 use crate::arena::ChunkSlot;
 use crate::core::Core;
+use crate::earlier::Keeping;
 use crate::error::RequestError;
 use crate::focus;
 use crate::growing::{GrowingReader, Wait};
@@ -29,6 +30,8 @@ pub struct Prefill {
     kv: SlotMut,
     resident: Resident,
     done: usize,
+    /// Rows of an earlier prompt, which are not computed.
+    earlier: usize,
     started: Option<Instant>,
     /// What it took, in milliseconds.
     took: f64,
@@ -117,7 +120,8 @@ fn internal(e: impl std::fmt::Display) -> RequestError {
 impl Prefill {
     pub fn new(resident: Resident) -> Result<Self, RequestError> {
         let kv = resident.own_rows().map_err(internal)?;
-        Ok(Self { kv, resident, done: 0, started: None, took: 0.0, logits: Vec::new() })
+        let (started, logits) = (None, Vec::new());
+        Ok(Self { kv, resident, done: 0, earlier: 0, started, took: 0.0, logits })
     }
 
     pub fn state(&self) -> &Arc<RequestState> {
@@ -157,7 +161,19 @@ impl Prefill {
         Slice::Complete
     }
 
+    /// What an earlier prompt has computed is taken from it before anything else.
+    fn take_earlier(&mut self, core: &Core) {
+        if self.resident.earlier.is_none() {
+            return;
+        }
+        let _span = trace::span("compute", "earlier rows", self.state().number);
+        let layout = core.spec.own_layout(self.resident.planned.plan.own_rows);
+        self.earlier = self.resident.take_earlier(&mut self.kv, layout);
+        self.done = self.earlier;
+    }
+
     fn compute(&mut self, core: &Core, prefix: &ChunkSlot, watch: &mut Watch<'_>) -> Slice {
+        self.take_earlier(core);
         let Resident { planned, chunks, .. } = &mut self.resident;
         let state = &Arc::clone(&planned.state);
         let readers: Option<Vec<_>> = chunks.iter().map(Rows::of).collect();
@@ -222,10 +238,11 @@ impl Prefill {
         prefix: &ChunkSlot,
         sessions: &Sessions,
     ) -> Result<Option<FinishReason>, RequestError> {
-        let Self { mut resident, kv, took, logits, .. } = self;
+        let Self { mut resident, kv, earlier, took, logits, .. } = self;
         // The rows are the decoder's from now on.
         drop(kv);
         resident.planned.count_computed_chunks();
+        resident.planned.plan.count_earlier(earlier);
         let (planned, load_ms) = (&resident.planned, resident.load_ms);
         let state = Arc::clone(&planned.state);
         if logits.is_empty() {
@@ -254,13 +271,16 @@ impl Prefill {
                 prompt_tokens: planned.plan.prompt_tokens,
                 cached_tokens: planned.plan.cached_tokens,
                 recomputed_rows: planned.plan.recomputed_rows,
+                earlier_rows: earlier,
                 logits: if planned.return_logits { logits } else { Vec::new() },
             });
         });
+        let keeping = Keeping::of(planned, &core.spec);
         if ended.is_some() {
+            sessions.keep(keeping, resident.own);
             return Ok(ended);
         }
-        hand_over(prefix, sessions, resident, first).map(|()| None)
+        hand_over(prefix, sessions, resident, first, keeping).map(|()| None)
     }
 }
 

@@ -7,10 +7,11 @@ use std::time::Instant;
 use matkv_model::Message;
 use matkv_ring::SequenceControl;
 use matkv_sys::{SlotMut, SysError};
-use matkv_types::{ChunkId, FinishReason, Mode, Sampling};
+use matkv_types::{ChunkId, FinishReason, KvLayout, Mode, Sampling};
 use tokio::sync::Notify;
 
 use crate::arena::{Arena, ChunkSlot, Extent, Held};
+use crate::earlier::Earlier;
 use crate::error::RequestError;
 use crate::groups::{Member, Stage};
 use crate::growing::Growing;
@@ -107,6 +108,7 @@ pub struct Started {
     pub prompt_tokens: usize,
     pub cached_tokens: usize,
     pub recomputed_rows: usize,
+    pub earlier_rows: usize,
     pub logits: Vec<f32>,
 }
 
@@ -240,6 +242,8 @@ pub struct Planned {
     pub near: Vec<NearChunk>,
     /// Before everyone who waits: the self-test, on which readiness depends.
     pub urgent: bool,
+    /// Rows of earlier prompts may serve it, and its own may serve later ones.
+    pub earlier: bool,
 }
 
 impl Planned {
@@ -354,6 +358,11 @@ impl OwnSlot {
     pub fn extent(&self) -> &Extent {
         &self.extent
     }
+
+    /// Its memory, held by no request.
+    pub fn into_extent(self) -> Extent {
+        self.extent
+    }
 }
 
 /// A request whose chunks are in the arena, or on their way there.
@@ -361,6 +370,8 @@ pub struct Resident {
     pub planned: Planned,
     pub chunks: Vec<Leased>,
     pub own: OwnSlot,
+    /// Rows of an earlier prompt that it begins with.
+    pub earlier: Option<Earlier>,
     /// When its chunks were asked for.
     pub started: Instant,
     /// How long the last chunk that is there has taken.
@@ -381,6 +392,13 @@ impl Resident {
         }
         self.chunks = std::mem::take(&mut self.chunks).into_iter().map(Leased::settled).collect();
         self.chunks.iter().all(|c| matches!(c, Leased::Here(_)))
+    }
+
+    /// Takes the rows it shares with an earlier prompt into its own section; returns how many.
+    pub fn take_earlier(&mut self, own: &mut [u8], layout: KvLayout) -> usize {
+        let Some(earlier) = self.earlier.take() else { return 0 };
+        let rows = &self.planned.plan.rows[..earlier.rows()];
+        rows.last().map_or(0, |last| earlier.copy_to(last.row + 1, own, layout))
     }
 
     /// The KV section of its own slot, to write.

@@ -104,6 +104,7 @@ fn plan(core: &Core, request: Incoming, together: &mut Together) -> Result<Plann
         recompute: false,
         near,
         urgent: false,
+        earlier: core.config.earlier_prompts && !ask.cold,
     })
 }
 

@@ -142,6 +142,7 @@ async fn answer(
         recompute,
         near: Vec::new(),
         urgent: true,
+        earlier: false,
     };
     if load.try_send(LoadMessage::Request(Box::new(planned))).is_err() {
         return Err("the loader has no room for it".into());

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crossbeam::channel::Sender;
 use matkv_ring::{
     AllegedDescriptor, Completion, Consumer, DescriptorError, Producer, QueueError,
     SequenceControl, Submission, TokenLog,
@@ -11,8 +12,10 @@ use matkv_sys::{CrashPoint, crash_point};
 use matkv_telemetry::names;
 use matkv_types::{FinishReason, Span};
 
+use crate::earlier::Keeping;
 use crate::error::RequestError;
 use crate::request::{Lease, OwnSlot, RequestState};
+use crate::world::LoadMessage;
 
 /// A published sequence and everything it holds.
 pub struct Running {
@@ -21,6 +24,7 @@ pub struct Running {
     log: TokenLog,
     own: OwnSlot,
     _leases: Vec<Lease>,
+    keeping: Option<Keeping>,
 }
 
 impl Running {
@@ -29,11 +33,17 @@ impl Running {
         control: SequenceControl,
         own: OwnSlot,
         leases: Vec<Lease>,
+        keeping: Option<Keeping>,
     ) -> Self {
         let mut log = control.log();
         // The first token is A's own; the stream has it already.
         log.read_new();
-        Self { state, control, log, own, _leases: leases }
+        Self { state, control, log, own, _leases: leases, keeping }
+    }
+
+    /// Lets go of everything but what may be kept.
+    fn into_kept(self) -> (Option<Keeping>, OwnSlot) {
+        (self.keeping, self.own)
     }
 
     fn take_tokens(&mut self) {
@@ -60,6 +70,8 @@ pub struct Sessions {
     refusal: Mutex<String>,
     /// What decoders have recorded for a trace.
     spans: Mutex<Vec<Span>>,
+    /// Where slots of sequences that have ended go, if they are kept.
+    kept: Option<Sender<LoadMessage>>,
 }
 
 /// How a decoder broke the contract of the rings.
@@ -81,6 +93,19 @@ pub struct SessionStatus {
 }
 
 impl Sessions {
+    /// Slots to keep go to the load thread.
+    pub fn new(kept: Sender<LoadMessage>) -> Self {
+        Self { kept: Some(kept), ..Self::default() }
+    }
+
+    /// Keeps an own slot whose sequence has ended, if its rows may serve others. The load thread
+    /// has better to do if its channel is full.
+    pub fn keep(&self, keeping: Option<Keeping>, own: OwnSlot) {
+        if let (Some(keeping), Some(to)) = (keeping, &self.kept) {
+            let _ = to.try_send(LoadMessage::Keep(Box::new(keeping.keep(own))));
+        }
+    }
+
     fn locked(&self) -> MutexGuard<'_, Option<Link>> {
         self.link.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -222,7 +247,8 @@ impl Sessions {
                     running.state.attach(None);
                     let state = Arc::clone(&running.state);
                     // Slots come back before the client is told: at rest nothing is held.
-                    drop(running);
+                    let (keeping, own) = running.into_kept();
+                    self.keep(keeping.filter(|_| reason != FinishReason::Failed), own);
                     crash_point(CrashPoint::ReleaseFreed);
                     state.end(match reason {
                         FinishReason::Failed => {
@@ -255,7 +281,7 @@ mod tests {
         let control = SequenceControl::new(words);
         let state = RequestState::new();
         control.fill(state.number, &[0], 5);
-        Running::new(state, control, OwnSlot::new(extent), Vec::new())
+        Running::new(state, control, OwnSlot::new(extent), Vec::new(), None)
     }
 
     #[test]

@@ -175,7 +175,7 @@ pub(crate) fn threads(config: &Config, mut opened: Opened) -> Result<Threads, Lo
         store,
     } = Channels::new(config);
     let engine = engine(config, &opened.segment, reads.0)?;
-    let sessions = Arc::new(Sessions::default());
+    let sessions = Arc::new(Sessions::new(load.0.clone()));
     let core = &opened.core;
     let (read, running) = (engine.describe().into(), Arc::clone(&sessions));
     let observer = Arc::new(Observer::new(Arc::clone(core), running, read));

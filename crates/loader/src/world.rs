@@ -9,6 +9,7 @@ use matkv_sys::{SlotMut, SlotRef};
 use matkv_types::{ChunkId, Encoding};
 
 use crate::compile::CompileJob;
+use crate::earlier::Kept;
 use crate::flash::Unusable;
 use crate::growing::Growing;
 use crate::request::{Materialized, Planned, Resident};
@@ -26,6 +27,8 @@ pub enum LoadMessage {
     Materialize(Materialize),
     /// Chunks that have been deleted from the store.
     Forget(Vec<ChunkId>),
+    /// Rows of a prompt whose sequence has ended.
+    Keep(Box<Kept>),
 }
 
 /// A chunk of an ingest.

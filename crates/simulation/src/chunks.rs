@@ -106,15 +106,16 @@ pub(crate) fn segments<'a>(
     plan.segments.iter().map(segment).collect()
 }
 
-/// The first token of a request, and its own rows, in a slot of its own.
+/// The first token of a request, and its own rows after the first `done`, in a slot of its own.
 pub(crate) fn prefill(
     plan: &Plan,
     sampling: &Sampling,
     segments: &[Segment<'_>],
     own: &mut [u8],
+    done: usize,
 ) -> u32 {
     let own_layout = spec().own_layout(plan.own_rows);
-    let step = Step { rows: &plan.rows, segments, own, own_layout, logits: true };
+    let step = Step { rows: &plan.rows[done..], segments, own, own_layout, logits: true };
     let logits = HashEngine.forward(&mut [step], &mut || true).unwrap_or_default();
     Sampler::new(sampling).sample(&logits[0], 0)
 }
@@ -172,7 +173,7 @@ impl Question {
         let mut segments = segments(&plan, (&bytes, layout), |i| chunks[self.chunks[i]].section());
         let own_layout = spec().own_layout(plan.own_rows);
         let mut own = vec![0; own_layout.total_bytes()];
-        let mut token = prefill(&plan, &self.sampling, &segments, &mut own);
+        let mut token = prefill(&plan, &self.sampling, &segments, &mut own, 0);
         let mut out = Vec::new();
         let last = segments.len() - 1;
         let mut row = segments[last].first_row + segments[last].rows;

@@ -30,15 +30,18 @@ fn section(bytes: &[u8], layout: KvLayout) -> u64 {
 }
 
 fn logits(step: &mut Step<'_>) -> Vec<f32> {
-    for row in step.rows {
-        write_row(step.own, row.row, mix(u64::from(row.token) << 32 | row.position as u64));
-    }
     let mut hash = 1;
+    // A row, too, follows from all that lies before it.
+    let mut rows = step.rows.iter().peekable();
     for s in step.segments {
         hash = mix(hash ^ s.position as u64 ^ (s.shift as u64) << 20);
         match s.source {
             Source::Own => {
                 for row in s.first_row..s.first_row + s.rows {
+                    if let Some(new) = rows.next_if(|r| r.row == row) {
+                        let token = u64::from(new.token) << 32 | new.position as u64;
+                        write_row(step.own, row, mix(hash ^ mix(token)));
+                    }
                     hash = mix(hash ^ read_row(step.own, row));
                 }
             }

@@ -11,6 +11,7 @@
 mod chunks;
 mod client;
 mod engine;
+mod loader;
 mod random;
 mod sim;
 mod world;

@@ -6,17 +6,15 @@ use std::sync::Arc;
 use crossbeam::channel::{Receiver, bounded};
 use matkv_decoder_core::{Batch, Limits, Turn};
 use matkv_loader_core::machine::{
-    Arena, ChunkSource, ChunkUse, CompileJob, Compiled, FillingSlot, Leased, Load, LoadMessage,
-    Materialize, Materialized, NearChunk, Planned, PolicyKind, RequestError, RequestState,
-    Resident, Sessions, hand_over,
+    ChunkSource, ChunkUse, CompileJob, Compiled, Keeping, Leased, LoadMessage, Materialize,
+    Materialized, NearChunk, Planned, RequestError, RequestState, Resident, hand_over,
 };
-use matkv_ring::{Consumer, Geometry, Header};
-use matkv_sys::Region;
-use matkv_types::{ChunkId, Digest, FinishReason, Mode, Sampling};
+use matkv_types::{FinishReason, Mode, Sampling};
 
-use crate::chunks::{self, Chunk, PREFIX, Question, spec};
+use crate::chunks::{self, Chunk, Question, spec};
 use crate::client::Client;
 use crate::engine::{END, HashEngine};
+use crate::loader::Loader;
 use crate::random::Random;
 use crate::world::{Effect, Faults, SimWorld};
 
@@ -33,6 +31,8 @@ pub struct Report {
     pub refused: u64,
     /// Chunks materialized.
     pub materialized: u64,
+    /// Rows that earlier prompts had computed.
+    pub earlier: u64,
     /// Files found damaged.
     pub quarantined: u64,
     /// Deaths of the decoder and of the loader.
@@ -58,18 +58,6 @@ enum Event {
     DecoderDies,
     DecoderJoins,
     LoaderDies,
-}
-
-/// Process A.
-struct Loader {
-    region: Arc<Region>,
-    header: Header,
-    arena: Arc<Arena>,
-    prefix: Arc<matkv_loader_core::machine::ChunkSlot>,
-    load: Load<SimWorld>,
-    sessions: Sessions,
-    epoch: u64,
-    completions: Option<Consumer>,
 }
 
 struct Sim<'e> {
@@ -126,40 +114,6 @@ impl Event {
             Self::DecoderJoins => "a decoder joining",
             Self::LoaderDies => "the loader's death",
         }
-    }
-}
-
-impl Loader {
-    fn start(arena_bytes: usize, mut world: SimWorld) -> Result<Self, String> {
-        // The answers do not depend on who leaves first.
-        let policies = PolicyKind::ALL;
-        let policy = policies[world.random.below(policies.len() as u64) as usize];
-        let geometry = Geometry::new(arena_bytes);
-        let region = Region::anonymous(geometry.segment_bytes());
-        let header = Header::initialize(&region, geometry, spec().fingerprint, 0)
-            .map_err(|e| e.to_string())?;
-        let arena = Arena::new(&region, geometry.arena());
-        let layout = spec().own_layout(PREFIX.len());
-        let bytes = layout.total_bytes();
-        let extent = arena.allocate(bytes).ok_or("no room for the prefix")?;
-        let mut slot = extent.exclusive().map_err(|e| e.to_string())?;
-        chunks::write_prefix(&mut slot);
-        let id = ChunkId(Digest([0; 32]));
-        let prefix = Arc::new(FillingSlot { slot, extent }.freeze(id, 0..bytes, layout, bytes));
-        let load = Load::new(spec(), &arena, Arc::clone(&prefix), policy, world);
-        let (sessions, epoch, completions) = (Sessions::default(), 0, None);
-        Ok(Self { region, header, arena, prefix, load, sessions, epoch, completions })
-    }
-
-    fn begin(&mut self, limits: Limits) -> Result<Batch<'static, HashEngine>, String> {
-        self.epoch += 1;
-        self.header.begin_epoch(self.epoch).map_err(|e| e.to_string())?;
-        let (producer, consumer) = self.header.loader_ends().map_err(|e| e.to_string())?;
-        let batch = Batch::new(&HashEngine, &self.region, &self.header, self.epoch, limits)
-            .map_err(|e| e.to_string())?;
-        self.sessions.begin(self.epoch, 1, producer);
-        self.completions = Some(consumer);
-        Ok(batch)
     }
 }
 
@@ -243,6 +197,13 @@ impl Sim<'static> {
             }
         }
         let mode = chunks::mode(&mut self.random);
+        // Now and then a conversation goes on.
+        let (chosen, mode) = match self.clients.last() {
+            Some(Client { question: q, .. }) if self.random.chance(400) => {
+                (q.chunks.clone(), q.mode)
+            }
+            _ => (chosen, mode),
+        };
         let rest = (0..self.random.between(1, 12)).map(|i| 40 + i as u32).collect();
         // Now and then a slot that needs a large hole.
         let most = if self.random.chance(200) { 400 } else { 24 };
@@ -301,12 +262,16 @@ impl Sim<'static> {
 
     /// Everything that follows at once, and what must hold then.
     fn settle(&mut self) -> Result<(), String> {
-        let Loader { load, sessions, epoch, completions, .. } = &mut self.loader;
+        let Loader { load, sessions, kept, epoch, completions, .. } = &mut self.loader;
         // The completion thread is late now and then: tokens coalesce, and the ring fills.
         if let Some(completions) = completions
             && self.random.chance(400)
         {
             sessions.drain(*epoch, completions).map_err(|e| e.to_string())?;
+        }
+        // And so may be the load thread.
+        if self.random.chance(800) {
+            kept.try_iter().for_each(|message| load.message(message));
         }
         load.pump();
         load.check()?;
@@ -360,6 +325,7 @@ impl Sim<'static> {
             recompute: self.random.chance(20),
             near,
             urgent: self.random.chance(50),
+            earlier: self.random.chance(800),
         };
         self.loader.load.message(LoadMessage::Request(Box::new(planned)));
     }
@@ -439,6 +405,10 @@ impl Sim<'static> {
             return Ok(());
         }
         chunks::choose(&mut resident.planned);
+        let mut own = resident.own_rows().map_err(|e| e.to_string())?;
+        let own_layout = spec().own_layout(resident.planned.plan.own_rows);
+        let done = resident.take_earlier(&mut own, own_layout);
+        self.report.earlier += done as u64;
         let planned = &resident.planned;
         let first = {
             let prefix = (self.loader.prefix.section(), self.loader.prefix.layout());
@@ -447,19 +417,21 @@ impl Sim<'static> {
                 Leased::Coming(_) => unreachable!("all chunks are there"),
             };
             let segments = chunks::segments(&planned.plan, prefix, chunk);
-            let mut own = resident.own_rows().map_err(|e| e.to_string())?;
-            chunks::prefill(&planned.plan, &planned.sampling, &segments, &mut own)
+            chunks::prefill(&planned.plan, &planned.sampling, &segments, &mut own, done)
         };
+        drop(own);
+        let keeping = Keeping::of(planned, &spec());
+        let Loader { prefix, sessions, .. } = &self.loader;
         if first != END {
             state.update(|p| p.tokens.push(first));
         }
         if first == END || planned.sampling.max_new_tokens == 1 {
-            drop(resident);
+            sessions.keep(keeping, resident.own);
             let reason = if first == END { FinishReason::Stop } else { FinishReason::Length };
             state.end(Ok(reason));
             return Ok(());
         }
-        if let Err(e) = hand_over(&self.loader.prefix, &self.loader.sessions, resident, first) {
+        if let Err(e) = hand_over(prefix, sessions, resident, first, keeping) {
             state.end(Err(e));
         }
         Ok(())
@@ -545,6 +517,7 @@ impl Sim<'static> {
             }
         }
         let loader = &mut self.loader;
+        loader.kept.try_iter().for_each(|message| loader.load.message(message));
         if !loader.load.is_at_rest() {
             return Err("the load machine is not at rest".into());
         }
@@ -552,7 +525,8 @@ impl Sim<'static> {
             return Err(format!("{} slots are held", loader.arena.held()));
         }
         // The prefix, and what is cached.
-        let (handles, known) = (loader.region.handles(), loader.load.resident() + 1);
+        let known = loader.load.resident() + loader.load.earlier() + 1;
+        let handles = loader.region.handles();
         if handles != known {
             return Err(format!("{handles} handles for {known} slots"));
         }

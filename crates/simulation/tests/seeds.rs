@@ -17,6 +17,7 @@ fn add(total: &mut Report, one: &Report) {
     total.cancelled += one.cancelled;
     total.refused += one.refused;
     total.materialized += one.materialized;
+    total.earlier += one.earlier;
     total.quarantined += one.quarantined;
     total.deaths += one.deaths;
     total.events += one.events;
@@ -45,6 +46,7 @@ fn every_seed_keeps_the_invariants() {
     assert!(total.deaths > SEEDS / 2 && total.quarantined > SEEDS / 20, "{total:?}");
     assert!(total.answered * 2 > total.requests && total.refused > 0, "{total:?}");
     assert!(total.cancelled > 0 && total.materialized > SEEDS, "{total:?}");
+    assert!(total.earlier > SEEDS, "conversations went on: {total:?}");
 }
 
 #[test]

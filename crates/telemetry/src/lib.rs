@@ -53,6 +53,8 @@ pub mod names {
     pub const PROMPT_TOKENS: &str = "matkv_prompt_tokens_total";
     /// Prompt tokens whose rows were reused.
     pub const CACHED_TOKENS: &str = "matkv_cached_tokens_total";
+    /// Of these, tokens whose rows an earlier prompt had computed.
+    pub const EARLIER_TOKENS: &str = "matkv_earlier_tokens_total";
     /// Tokens generated.
     pub const COMPLETION_TOKENS: &str = "matkv_completion_tokens_total";
     /// Descriptors of an epoch that has ended.
