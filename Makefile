@@ -11,7 +11,7 @@ export MATKV_REQUIRE_S3 = 1
 export MATKV_CEPH_STORE ?= memstore
 
 .PHONY: demo build test quick compile unit valgrind e2e nextest models tools deny bench-e2e \
-	bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput bench-energy \
+	bench-cold bench-turns bench-load bench-codec bench-fidelity bench-musique bench-throughput bench-energy \
 	bench-trace bench-start bench-forward bench-prefill bench-decode bench-peers peers bench-paper soak \
 	soak-storage simulate fuzz install clean
 
@@ -63,7 +63,7 @@ models: compile
 # DATA is a directory with longbench-hotpotqa, for bench-paper with turborag, for bench-musique with
 # musique, unpacked or not.
 DATA ?= ../shared/data
-bench-e2e bench-cold bench-load bench-codec bench-fidelity bench-musique bench-throughput \
+bench-e2e bench-cold bench-turns bench-load bench-codec bench-fidelity bench-musique bench-throughput \
 bench-energy bench-paper: build
 	scripts/bench.sh $(@:bench-%=%) $(DATA)
 

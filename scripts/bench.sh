@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a benchmark on the LongBench HotpotQA documents, `paper` on TurboRAG's, `musique` (which is
 # `fidelity`) on MuSiQue's:
-#   scripts/bench.sh e2e|cold|load|codec|fidelity|musique|throughput|energy|peers|paper DATA_DIRECTORY
+#   scripts/bench.sh e2e|cold|turns|load|codec|fidelity|musique|throughput|energy|peers|paper DATA_DIRECTORY
 # DATA_DIRECTORY holds longbench-hotpotqa/ (turborag/, musique/) or it as .tar.xz. More arguments go
 # to `matkv bench`. The process asks for the processor before others do where it may.
 set -euo pipefail
@@ -37,12 +37,12 @@ e2e)
         --questions "$corpus/questions/query.jsonl" --answers "$corpus/answers/answer.jsonl" \
         --count "${COUNT:-20}" --store "$store" "$@"
     ;;
-cold)
+cold | turns)
     # Four of the longest documents are enough for whole 1,024-token chunks.
     mapfile -t longest < <(find "$corpus/documents" -name '*.txt' -size +12k | sort | head -n 6)
     args=()
     for document in "${longest[@]}"; do args+=(--corpus "$document"); done
-    "$matkv" bench cold "${args[@]}" "$@"
+    "$matkv" bench "$kind" "${args[@]}" "$@"
     ;;
 load)
     "$matkv" bench load --corpus "$corpus/documents" --documents "${DOCUMENTS:-80}" \

@@ -259,3 +259,26 @@ fn the_model_alone_is_held_against_the_machine() {
     let wrong = bench(&home, &["decode", "--context", "1500"]);
     assert!(wrong.code != Some(0) && wrong.err.contains("whole chunks of 1024"), "{wrong:?}");
 }
+
+#[test]
+fn turns_of_a_conversation_are_answered_alike() {
+    if Home::models().is_none() {
+        return;
+    }
+    let (home, corpus) = (Home::new(), Corpus::new());
+    let settings = ["arena.size=256MiB", "chunker.chunk_size=64"];
+    let options = ["--corpus", &corpus.documents, "--chunks", "2", "--turns", "3", "--rounds", "1"];
+    let more = ["--mode", "linked(8),exact", "--max-new-tokens", "4"];
+    let arguments = [&["--format", "json", "bench", "turns"], &options[..], &more].concat();
+    let found = figures(&home.matkv(&settings, &arguments));
+    for mode in ["linked(8)", "exact"] {
+        let of = |name: &str, turn: u32| found[&format!("{name}[{mode},{turn}]")];
+        for turn in 2..=3 {
+            // All but prefix and stored rows, which do not change.
+            let grown = of("earlier_tokens", turn) - of("earlier_tokens", turn - 1);
+            assert!(grown > 0.0, "turn {turn} of {mode}");
+            assert!(of("earlier_tokens", turn) < of("prompt_tokens", turn - 1));
+            assert!(of("ttft_ms", turn) > 0.0 && of("ttft_computed_over_earlier", turn) > 0.0);
+        }
+    }
+}

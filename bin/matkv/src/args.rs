@@ -259,6 +259,8 @@ pub enum BenchCommand {
     E2e(crate::bench_e2e::E2eOptions),
     /// Time to first token from a cold arena and flash, against full prefill and fio
     Cold(ColdOptions),
+    /// Conversations over the same chunks, with rows of earlier turns and without
+    Turns(crate::bench_turns::TurnsOptions),
     /// Cold flash to arena, per encoding, against fio on the same files
     Load(LoadOptions),
     /// Ratio, speed and fidelity of every encoding, on real KV

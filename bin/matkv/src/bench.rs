@@ -20,8 +20,8 @@ use crate::pair::with_private;
 use crate::sources::{Source, collect};
 use crate::stop::Stop;
 use crate::{
-    bench_e2e, bench_fidelity, bench_model, bench_store, demo, fio, paper, peers, report,
-    throughput,
+    bench_e2e, bench_fidelity, bench_model, bench_store, bench_turns, demo, fio, paper, peers,
+    report, throughput,
 };
 
 pub async fn run(
@@ -34,6 +34,7 @@ pub async fn run(
     let (name, outcome) = match command {
         BenchCommand::E2e(o) => ("e2e", bench_e2e::run(resolved, o, stop, all).await),
         BenchCommand::Cold(o) => ("cold", cold(resolved, o, stop, all).await),
+        BenchCommand::Turns(o) => ("turns", bench_turns::run(resolved, o, stop, all).await),
         BenchCommand::Load(o) => ("load", bench_store::load(resolved, o, stop, all).await),
         BenchCommand::Codec(o) => ("codec", bench_store::codec(resolved, o, stop, all).await),
         BenchCommand::Fidelity(o) => {
@@ -142,7 +143,7 @@ pub async fn ingest_all(
 }
 
 /// Whole chunks of the corpus: ids, and where their files are.
-async fn whole_chunks(
+pub async fn whole_chunks(
     client: &Client,
     count: usize,
 ) -> anyhow::Result<(Vec<String>, Vec<PathBuf>)> {

@@ -9,6 +9,7 @@ mod bench_e2e;
 mod bench_fidelity;
 mod bench_model;
 mod bench_store;
+mod bench_turns;
 mod chunks;
 mod cost;
 mod demo;
