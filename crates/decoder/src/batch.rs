@@ -8,11 +8,12 @@ use std::time::Instant;
 
 use matkv_model::Step;
 use matkv_ring::{
-    AllegedDescriptor, Completion, Consumer, DescriptorError, Header, Producer, Submission,
+    AllegedDescriptor, Completion, Consumer, DESCRIPTOR_WORDS, DescriptorError, Header, Producer,
+    Submission,
 };
 use matkv_sys::{CrashPoint, Region, crash_point};
 use matkv_telemetry::{names, trace};
-use matkv_types::FinishReason;
+use matkv_types::{FinishReason, emptied};
 
 use crate::engine::Engine;
 use crate::error::DecoderError;
@@ -52,6 +53,18 @@ pub struct Batch<'a, E> {
     /// boundary, whether it has been decoded or not.
     waiting: VecDeque<Sequence>,
     limits: Limits,
+    memory: Memory,
+}
+
+/// Lists that every step fills, and leaves empty; of logits those of the last step.
+#[derive(Default)]
+struct Memory {
+    parts: Vec<StepParts<'static>>,
+    steps: Vec<Step<'static>>,
+    logits: Vec<Vec<f32>>,
+    spans: Vec<trace::Timer>,
+    posts: Vec<Completion>,
+    words: Vec<[u64; DESCRIPTOR_WORDS]>,
 }
 
 impl<'a, E: Engine> Batch<'a, E> {
@@ -77,6 +90,7 @@ impl<'a, E: Engine> Batch<'a, E> {
             running: Vec::new(),
             waiting: VecDeque::new(),
             limits,
+            memory: Memory::default(),
         })
     }
 
@@ -148,7 +162,8 @@ impl<'a, E: Engine> Batch<'a, E> {
                 }
                 Err(e) => {
                     tracing::error!("sequence {}: {e}", submission.sequence);
-                    self.post(&[finished(submission.sequence, FinishReason::Failed)])?;
+                    self.memory.posts.push(finished(submission.sequence, FinishReason::Failed));
+                    self.post()?;
                 }
             }
         }
@@ -160,7 +175,7 @@ impl<'a, E: Engine> Batch<'a, E> {
     }
 
     fn drop_cancelled(&mut self) -> Result<(), DecoderError> {
-        let mut gone = Vec::new();
+        let gone = &mut self.memory.posts;
         let mut is_gone = |s: &Sequence| {
             let cancelled = s.control.cancelled();
             gone.extend(cancelled.then(|| finished(s.id, FinishReason::Cancelled)));
@@ -169,25 +184,29 @@ impl<'a, E: Engine> Batch<'a, E> {
         // Their slots are let go first.
         self.waiting.retain(|s| !is_gone(s));
         self.running.retain(|s| !is_gone(s));
-        self.post(&gone)
+        self.post()
     }
 
     /// One token for every running sequence.
     fn step(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Turn, DecoderError> {
         let started = Instant::now();
-        let spans: Vec<_> =
-            self.running.iter().map(|s| trace::span("decode", "decode", s.id)).collect();
-        let Some(logits) = self.forward(go_on) else { return Ok(Turn::Stopped) };
+        let spans = self.running.iter().map(|s| trace::span("decode", "decode", s.id));
+        self.memory.spans.extend(spans);
+        let done = self.forward(go_on);
+        self.memory.spans.clear();
+        if !done {
+            return Ok(Turn::Stopped);
+        }
         crash_point(CrashPoint::DecodeComputed);
         let ns = started.elapsed().as_nanos() as u64;
-        drop(spans);
-        let mut posts = Vec::new();
+        let Memory { logits, posts, .. } = &mut self.memory;
         let mut ended = Vec::new();
-        for (i, (sequence, logits)) in self.running.iter_mut().zip(&logits).enumerate() {
+        for (i, (sequence, logits)) in self.running.iter_mut().zip(logits).enumerate() {
             sequence.control.add_decode_ns(ns);
-            let reason = match logits {
-                Some(logits) => sequence.advance(self.engine, logits),
-                None => Some(FinishReason::Failed),
+            let reason = if logits.is_empty() {
+                Some(FinishReason::Failed)
+            } else {
+                sequence.advance(self.engine, logits)
             };
             match reason {
                 Some(reason) => {
@@ -207,54 +226,65 @@ impl<'a, E: Engine> Batch<'a, E> {
             self.running.swap_remove(i);
             crash_point(CrashPoint::ReleaseDropped);
         }
-        self.post(&posts)?;
+        self.post()?;
         if any_ended {
             crash_point(CrashPoint::ReleasePosted);
         }
         Ok(Turn::Stepped)
     }
 
-    /// Logits of every running sequence; none for one whose computation panics. A row's bits do
-    /// not depend on the batch, so after a panic each can be computed again alone.
-    fn forward(&mut self, go_on: &mut dyn FnMut() -> bool) -> Option<Vec<Option<Vec<f32>>>> {
-        let engine = self.engine;
-        match together(engine, &mut self.running, go_on) {
-            Ok(logits) => Some(logits?.into_iter().map(Some).collect()),
-            Err(_) => {
-                let mut out = Vec::new();
-                for sequence in self.running.chunks_mut(1) {
-                    out.push(match together(engine, sequence, go_on) {
-                        Ok(logits) => Some(logits?.pop().unwrap_or_default()),
-                        Err(_) => None,
-                    });
-                }
-                Some(out)
-            }
+    /// Logits of every running sequence, none for one whose computation panics; false if `go_on`
+    /// said no. A row's bits do not depend on the batch, so after a panic each can be computed
+    /// again alone.
+    fn forward(&mut self, go_on: &mut dyn FnMut() -> bool) -> bool {
+        let Self { engine, running, memory, .. } = self;
+        if let Ok(done) = together(*engine, running, go_on, memory) {
+            return done;
         }
+        let mut all = std::mem::take(&mut memory.logits);
+        all.clear();
+        for sequence in running.chunks_mut(1) {
+            all.push(match together(*engine, sequence, go_on, memory) {
+                Ok(true) => memory.logits.pop().unwrap_or_default(),
+                Ok(false) => return false,
+                Err(_) => Vec::new(),
+            });
+        }
+        memory.logits = all;
+        true
     }
 
-    fn post(&mut self, posts: &[Completion]) -> Result<(), DecoderError> {
+    /// Tells the loader what is to be told.
+    fn post(&mut self) -> Result<(), DecoderError> {
+        let Memory { posts, words, .. } = &mut self.memory;
         if posts.is_empty() {
             return Ok(());
         }
-        let words: Vec<_> = posts.iter().map(|p| p.encode(self.epoch)).collect();
+        words.clear();
+        words.extend(posts.drain(..).map(|p| p.encode(self.epoch)));
         // Sized for two descriptors per sequence: full means the loader has broken the contract.
-        Ok(self.completions.publish(&words)?)
+        Ok(self.completions.publish(words)?)
     }
 }
 
-/// A step of these sequences, or the panic that ended it.
+/// A step of these sequences, or the panic that ended it. Lists that it held are gone with it.
 fn together<E: Engine>(
     engine: &E,
     sequences: &mut [Sequence],
     go_on: &mut dyn FnMut() -> bool,
-) -> std::thread::Result<Option<Vec<Vec<f32>>>> {
+    memory: &mut Memory,
+) -> std::thread::Result<bool> {
     catch_unwind(AssertUnwindSafe(|| {
-        let mut parts: Vec<StepParts<'_>> =
-            sequences.iter_mut().map(Sequence::step_parts).collect();
-        let mut steps: Vec<Step<'_>> = parts.iter_mut().map(StepParts::step).collect();
+        let mut parts: Vec<StepParts<'_>> = std::mem::take(&mut memory.parts);
+        parts.extend(sequences.iter_mut().map(Sequence::step_parts));
+        let mut steps: Vec<Step<'_>> = std::mem::take(&mut memory.steps);
+        steps.extend(parts.iter_mut().map(StepParts::step));
         crash_point(CrashPoint::DecodeBegun);
-        engine.forward(&mut steps, go_on)
+        let done = engine.forward(&mut steps, go_on, &mut memory.logits);
+        memory.steps = emptied(steps);
+        parts.drain(..).for_each(StepParts::done);
+        memory.parts = emptied(parts);
+        done
     }))
 }
 

@@ -14,12 +14,13 @@ pub trait Engine {
     fn end_tokens(&self) -> &[u32];
     /// Text that a token completes.
     fn text(&self, detokenizer: &mut Detokenizer, token: u32) -> String;
-    /// Logits of every step's last row; nothing if `go_on`, asked again and again, said no.
+    /// Logits of every step's last row; false if `go_on`, asked again and again, said no.
     fn forward(
         &self,
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut() -> bool,
-    ) -> Option<Vec<Vec<f32>>>;
+        logits: &mut Vec<Vec<f32>>,
+    ) -> bool;
 }
 
 impl Engine for LanguageModel {
@@ -43,7 +44,8 @@ impl Engine for LanguageModel {
         &self,
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut() -> bool,
-    ) -> Option<Vec<Vec<f32>>> {
-        self.forward_while(steps, &mut |_| go_on())
+        logits: &mut Vec<Vec<f32>>,
+    ) -> bool {
+        self.forward_into(steps, &mut |_| go_on(), logits)
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use matkv_model::{Detokenizer, ForwardRow, Sampler, Segment, Source, Step, StopFilter};
 use matkv_ring::{SequenceControl, SequenceRecord, SlotRecord, Submission, TokenLog};
 use matkv_sys::{CrashPoint, Region, SlotMut, SlotRef, crash_point};
-use matkv_types::{FinishReason, KvDtype, KvLayout, KvShape};
+use matkv_types::{FinishReason, KvDtype, KvLayout, KvShape, emptied};
 
 use crate::engine::Engine;
 use crate::error::DecoderError;
@@ -33,6 +33,8 @@ pub(crate) struct Sequence {
     stops: StopFilter,
     /// The row the next step computes.
     next: ForwardRow,
+    /// Room for the segments of a step.
+    memory: Vec<Segment<'static>>,
 }
 
 impl Sequence {
@@ -85,6 +87,7 @@ impl Sequence {
             own_layout,
             log,
             next,
+            memory: Vec::new(),
         };
         // The stop filter must have seen the first token's text.
         this.watch(engine, first);
@@ -106,8 +109,9 @@ impl Sequence {
         if let Some(last) = self.record.segments.last_mut() {
             last.rows = self.next.row + 1 - last.first_row;
         }
-        let slots = &self.slots;
-        let segments = self.record.segments.iter().map(|s| {
+        let (slots, memory) = (&self.slots, &mut self.memory);
+        let mut segments = std::mem::take(memory);
+        segments.extend(self.record.segments.iter().map(|s| {
             let source = s.slot.map_or(Source::Own, |i| {
                 let slot = &slots[i];
                 Source::Slot(&slot.bytes[slot.kv_offset..], slot.layout)
@@ -119,9 +123,10 @@ impl Sequence {
                 position: s.position,
                 shift: s.shift,
             }
-        });
+        }));
         StepParts {
-            segments: segments.collect(),
+            segments,
+            memory,
             row: [self.next],
             own: &mut self.own,
             own_layout: self.own_layout,
@@ -151,6 +156,9 @@ impl Sequence {
     }
 
     fn watch(&mut self, engine: &impl Engine, token: u32) {
+        if self.stops.is_empty() {
+            return;
+        }
         let text = engine.text(&mut self.detokenizer, token);
         self.stops.push(&text);
     }
@@ -159,6 +167,7 @@ impl Sequence {
 /// What a [`Step`] borrows.
 pub(crate) struct StepParts<'a> {
     segments: Vec<Segment<'a>>,
+    memory: &'a mut Vec<Segment<'static>>,
     row: [ForwardRow; 1],
     own: &'a mut [u8],
     own_layout: KvLayout,
@@ -173,6 +182,11 @@ impl StepParts<'_> {
             own_layout: self.own_layout,
             logits: true,
         }
+    }
+
+    /// Gives the sequence its memory back.
+    pub fn done(self) {
+        *self.memory = emptied(self.segments);
     }
 }
 

@@ -9,6 +9,7 @@
 //! partials are merged in block order. Blocks that several jobs see are read once for all of them.
 
 mod attended;
+mod plan;
 
 use std::cell::RefCell;
 use std::ops::Range;
@@ -21,6 +22,8 @@ use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Partial, Queries, Scratch, a
 use crate::isa::Isa;
 use crate::team;
 use crate::totals::{merge, store_row};
+
+pub use plan::PlanMemory;
 
 /// Query rows one task takes; with three query heads a KV head, 48 rows share each K tile.
 const QUERY_ROWS: usize = 16;
@@ -74,6 +77,7 @@ pub struct SegmentView<'a> {
 }
 
 /// Query rows of one sequence.
+#[derive(Default)]
 pub struct AttentionJob<'a> {
     /// Segments in prompt order.
     pub segments: Vec<SegmentView<'a>>,
@@ -154,6 +158,8 @@ fn row_tasks(kv_heads: usize, rows: usize) -> impl Iterator<Item = Rows> {
 pub struct Attention<'a> {
     g: Geometry,
     jobs: Vec<Planned<'a>>,
+    /// Lists of jobs there are no longer.
+    spare: Vec<Planned<'static>>,
     /// Tasks of jobs with many query rows.
     rows: Vec<(usize, Rows)>,
     /// Blocks of the others, those that are the same rows of the same slot side by side.
@@ -180,97 +186,12 @@ struct Layer<'a, I> {
 // partials of others are read by the task that finds in `done` that all of them are there.
 unsafe impl<I: Sync> Sync for Layer<'_, I> {}
 
-fn planned<'a>(g: &Geometry, job: AttentionJob<'a>, first_out: usize) -> Planned<'a> {
-    let mut blocks = Vec::new();
-    for (i, s) in job.segments.iter().enumerate() {
-        let shape = s.layout.shape;
-        let same = shape.kv_heads == g.kv_heads && shape.head_dim == g.dim;
-        assert!(same, "segment {i}: another shape");
-        assert!(s.layout.dtype.in_arena() == s.layout.dtype, "segment {i}: not an arena form");
-        assert!(s.first_row + s.rows <= s.layout.rows, "segment {i}: rows past the slot's end");
-        if let Section::Whole(section) = s.section {
-            check_section(section, s.layout.total_bytes());
-        }
-        let start = s.first_row / TILE_ROWS * TILE_ROWS;
-        let end = s.first_row + s.rows;
-        blocks.extend((start..end).step_by(BLOCK_ROWS).map(|row| (i, row)));
-    }
-    let AttentionJob { segments, positions } = job;
-    Planned { segments, positions, first_out, blocks, partials: 0 }
-}
-
 fn check_section(section: &[u8], bytes: usize) {
     assert!(section.len() >= bytes, "a section is too short for its rows");
     assert!((section.as_ptr() as usize).is_multiple_of(4), "a section is misaligned");
 }
 
-impl<'a> Attention<'a> {
-    /// Plans `heads` query heads over the segments of every job.
-    ///
-    /// # Panics
-    /// If a segment does not fit its section or shapes disagree.
-    pub fn new(
-        isa: Isa,
-        precision: Precision,
-        heads: usize,
-        jobs: impl IntoIterator<Item = AttentionJob<'a>>,
-    ) -> Self {
-        let jobs: Vec<_> = jobs.into_iter().collect();
-        let shape = jobs.iter().find_map(|j| j.segments.first()).map(|s| s.layout.shape);
-        let (kv_heads, dim) = shape.map_or((1, 32), |s| (s.kv_heads, s.head_dim));
-        assert!(dim.is_multiple_of(32) && dim <= HEAD_DIM_MAX, "head dimension {dim}");
-        assert!(heads.is_multiple_of(kv_heads));
-        let g = Geometry { isa, precision, heads, kv_heads, dim };
-        let (mut plan, mut out_rows) = (Vec::new(), 0);
-        for job in jobs {
-            let rows = job.positions.len();
-            plan.push(planned(&g, job, out_rows));
-            out_rows += rows;
-        }
-        let mut plan = Self {
-            g,
-            jobs: plan,
-            rows: Vec::new(),
-            members: Vec::new(),
-            shared: Vec::new(),
-            partials: Vec::new(),
-            done: Vec::new(),
-            out_rows,
-        };
-        plan.cut();
-        plan
-    }
-
-    /// Cuts jobs into tasks.
-    fn cut(&mut self) {
-        let (mut len, g) = (0, self.g);
-        for (j, job) in self.jobs.iter_mut().enumerate() {
-            let rows = job.positions.len();
-            if rows <= SPLIT_CONTEXT_ROWS && job.blocks.len() > 1 {
-                job.partials = len;
-                let partial = Partial::len(rows * g.group(), g.dim);
-                len += g.kv_heads * job.blocks.len() * partial;
-                self.members.extend((0..job.blocks.len()).map(|block| Member { job: j, block }));
-                continue;
-            }
-            self.rows.extend(row_tasks(g.kv_heads, rows).map(|rows| (j, rows)));
-        }
-        // Those that see most first: then little is left to wait for at the end.
-        let jobs = &self.jobs;
-        self.rows.sort_by_key(|(j, rows)| std::cmp::Reverse(jobs[*j].positions[rows.first]));
-        self.partials.resize(len, 0.0);
-        self.done.resize_with(self.jobs.len() * g.kv_heads, AtomicUsize::default);
-        // Stable: a job's blocks stay in order, and so do jobs.
-        let jobs = &self.jobs;
-        let place = |m: &Member| jobs[m.job].place(m.block, m.job);
-        self.members.sort_by_key(place);
-        let mut first = 0;
-        for same in self.members.chunk_by(|a, b| place(a) == place(b)) {
-            self.shared.push(first..first + same.len());
-            first += same.len();
-        }
-    }
-
+impl Attention<'_> {
     /// Attention of every job in `layer`; `out` is `[query rows of all jobs][heads · head_dim]`, of
     /// any type, whatever the precision.
     ///

@@ -39,7 +39,7 @@ mod values;
 
 pub use activations::{Activations, ActivationsMut, resize_unread};
 pub use attention::{
-    Attention, AttentionJob, LayerInput, Layers, Section, SegmentView, query_scale,
+    Attention, AttentionJob, LayerInput, Layers, PlanMemory, Section, SegmentView, query_scale,
 };
 pub use block::HEAD_DIM_MAX;
 pub use gemm::{gemm, gemm_add, gemm_gated};

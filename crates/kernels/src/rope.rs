@@ -44,7 +44,16 @@ impl RotaryEmbedding {
 
     /// Cosines and sines of `positions`.
     pub fn angles(&self, positions: impl IntoIterator<Item = i64>) -> RopeAngles {
-        let mut out = RopeAngles { pairs: self.inv_freq.len(), ..RopeAngles::default() };
+        let mut out = RopeAngles::default();
+        self.angles_into(positions, &mut out);
+        out
+    }
+
+    /// The same, in memory that is there.
+    pub fn angles_into(&self, positions: impl IntoIterator<Item = i64>, out: &mut RopeAngles) {
+        out.pairs = self.inv_freq.len();
+        out.cos.clear();
+        out.sin.clear();
         for position in positions {
             for freq in &self.inv_freq {
                 let angle = (position as f64 * freq) % std::f64::consts::TAU;
@@ -52,7 +61,6 @@ impl RotaryEmbedding {
                 out.sin.push((angle.sin() * self.magnitude) as f32);
             }
         }
-        out
     }
 }
 

@@ -84,6 +84,11 @@ impl StopFilter {
         Self { stops, held: String::new(), stopped: false }
     }
 
+    /// Whether nothing can stop here: text need not be shown to it.
+    pub fn is_empty(&self) -> bool {
+        self.stops.is_empty()
+    }
+
     /// Whether a stop string has appeared.
     pub fn stopped(&self) -> bool {
         self.stopped

@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 
 use matkv_kernels::{
     Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,
-    append_rows, query_scale, resize_unread, rms_norm, rotate_heads, team,
+    PlanMemory, append_rows, query_scale, resize_unread, rms_norm, rotate_heads, team,
 };
 use matkv_types::{KvLayout, Precision};
 
@@ -80,7 +80,9 @@ pub(crate) struct Arithmetic {
     pub precision: Precision,
 }
 
-/// The shifts that a step's segments have, and its queries rotated for each.
+/// The shifts that a step's segments have, and its queries rotated for each. Behind those, angles
+/// and queries are memory.
+#[derive(Default)]
 struct Rotations {
     shifts: Vec<i64>,
     /// Rows before these see no segment of the shift, and are not rotated for it.
@@ -90,31 +92,32 @@ struct Rotations {
 }
 
 impl Rotations {
-    fn new(c: &LlamaConfig, step: &Step<'_>) -> Self {
-        let mut shifts = Vec::new();
+    fn fit(&mut self, c: &LlamaConfig, step: &Step<'_>) {
+        self.shifts.clear();
+        self.first.clear();
         for segment in step.segments {
-            if !shifts.contains(&segment.shift) {
-                shifts.push(segment.shift);
+            if !self.shifts.contains(&segment.shift) {
+                self.shifts.push(segment.shift);
             }
         }
-        let at = |shift: &i64| {
-            let shift = *shift;
-            c.rope.angles(step.rows.iter().map(move |r| r.position as i64 - shift))
-        };
-        let angles = shifts.iter().map(at).collect();
-        let first = |shift: &i64| {
+        for (i, shift) in self.shifts.iter().enumerate() {
             let of = step.segments.iter().filter(|s| s.shift == *shift);
             let position = of.map(|s| s.position).min().unwrap_or(0);
             let seeing = step.rows.iter().position(|r| r.position >= position);
-            seeing.unwrap_or(step.rows.len())
-        };
-        let first = shifts.iter().map(first).collect();
-        let queries = vec![vec![0.0; step.rows.len() * c.heads * c.head_dim]; shifts.len()];
-        Self { shifts, first, angles, queries }
+            self.first.push(seeing.unwrap_or(step.rows.len()));
+            if i == self.angles.len() {
+                self.angles.push(RopeAngles::default());
+                self.queries.push(Vec::new());
+            }
+            let positions = step.rows.iter().map(|r| r.position as i64 - shift);
+            c.rope.angles_into(positions, &mut self.angles[i]);
+            self.queries[i].clear();
+            self.queries[i].resize(step.rows.len() * c.heads * c.head_dim, 0.0);
+        }
     }
 
     /// What attention reads of a step.
-    fn job<'s>(&self, step: &Step<'s>) -> AttentionJob<'s> {
+    fn job<'s>(&self, step: &Step<'s>, job: &mut AttentionJob<'s>) {
         let view = |segment: &Segment<'s>| {
             let (section, layout) = match segment.source {
                 Source::Own => (Section::Own, step.own_layout),
@@ -130,10 +133,25 @@ impl Rotations {
                 rotation: self.shifts.iter().position(|s| *s == segment.shift).unwrap_or(0),
             }
         };
-        AttentionJob {
-            segments: step.segments.iter().map(view).collect(),
-            positions: step.rows.iter().map(|r| r.position).collect(),
-        }
+        job.segments.extend(step.segments.iter().map(view));
+        job.positions.extend(step.rows.iter().map(|r| r.position));
+    }
+}
+
+/// What is planned of each step, beside attention. There may be more of them than steps.
+#[derive(Default)]
+struct Lists {
+    rotations: Rotations,
+    angles: RopeAngles,
+    rows: Vec<usize>,
+}
+
+impl Lists {
+    fn fit(&mut self, c: &LlamaConfig, step: &Step<'_>) {
+        self.rotations.fit(c, step);
+        c.rope.angles_into(step.rows.iter().map(|r| r.position as i64), &mut self.angles);
+        self.rows.clear();
+        self.rows.extend(step.rows.iter().map(|r| r.row));
     }
 }
 
@@ -148,6 +166,9 @@ pub(crate) struct Buffers {
     gate_up: Vec<f32>,
     gated: Input,
     wanted: Input,
+    logits: Vec<f32>,
+    lists: Vec<Lists>,
+    plan: PlanMemory,
 }
 
 impl Buffers {
@@ -161,6 +182,9 @@ impl Buffers {
             gate_up: Vec::new(),
             gated: Input::zeros(w.kept, 0),
             wanted: Input::zeros(w.head_kept, 0),
+            logits: Vec::new(),
+            lists: Vec::new(),
+            plan: PlanMemory::default(),
         }
     }
 
@@ -206,15 +230,13 @@ struct Pass<'a> {
     c: &'a LlamaConfig,
     w: &'a LlamaWeights,
     attention: Attention<'a>,
-    rotations: Vec<Rotations>,
-    own_angles: Vec<RopeAngles>,
-    own_rows: Vec<Vec<usize>>,
+    lists: Vec<Lists>,
     buffers: Buffers,
     /// What each row of each segment of the first step is attended to, if that is wanted.
     attended: Option<Vec<Vec<f32>>>,
 }
 
-/// Runs the steps together; returns logits `[steps that want them][vocab]`, or nothing if
+/// Runs the steps together; writes logits of those that want them, `[steps][vocab]`. False if
 /// `go_on`, asked before every layer with its number, said no: the new rows are then partly
 /// written.
 pub(crate) fn forward(
@@ -223,16 +245,18 @@ pub(crate) fn forward(
     last: &LastBuffers,
     steps: &mut [Step<'_>],
     go_on: &mut dyn FnMut(usize) -> bool,
-) -> Option<Vec<Vec<f32>>> {
+    logits: &mut Vec<Vec<f32>>,
+) -> bool {
     let rows = steps.iter().map(|s| s.rows.len()).sum();
     let mut pass = Pass::new(arithmetic, (c, w), last.take(w), steps);
-    let logits = pass.run(steps, go_on).map(|x| {
-        let logits = pass.logits(&x);
+    let x = pass.run(steps, go_on);
+    let done = x.is_some();
+    if let Some(x) = x {
+        pass.logits(&x, logits);
         pass.buffers.x = x;
-        logits
-    });
-    last.put(pass.buffers, rows);
-    logits
+    }
+    last.put(pass.into_buffers(), rows);
+    done
 }
 
 /// Runs a step, and returns for each of its segments what each row is attended to by the step's
@@ -267,23 +291,21 @@ impl<'a> Pass<'a> {
     ) -> Self {
         let rows: usize = steps.iter().map(|s| s.rows.len()).sum();
         buffers.fit(c, w, rows);
-        let rotations: Vec<_> = steps.iter().map(|step| Rotations::new(c, step)).collect();
-        let jobs = steps.iter().zip(&rotations).map(|(step, rotations)| rotations.job(step));
-        Self {
-            isa,
-            precision,
-            c,
-            w,
-            attention: Attention::new(isa, precision, c.heads, jobs),
-            rotations,
-            own_angles: steps
-                .iter()
-                .map(|s| c.rope.angles(s.rows.iter().map(|r| r.position as i64)))
-                .collect(),
-            own_rows: steps.iter().map(|s| s.rows.iter().map(|r| r.row).collect()).collect(),
-            buffers,
-            attended: None,
-        }
+        let mut lists = std::mem::take(&mut buffers.lists);
+        lists.resize_with(lists.len().max(steps.len()), Lists::default);
+        lists.iter_mut().zip(steps).for_each(|(lists, step)| lists.fit(c, step));
+        let (plan, arithmetic) = (std::mem::take(&mut buffers.plan), (isa, precision));
+        let jobs = steps.iter().zip(&lists);
+        let attention = Attention::in_memory(plan, arithmetic, c.heads, jobs, |(s, l), job| {
+            l.rotations.job(s, job);
+        });
+        Self { isa, precision, c, w, attention, lists, buffers, attended: None }
+    }
+
+    /// Its memory, for the next one.
+    fn into_buffers(self) -> Buffers {
+        let Self { attention, lists, buffers, .. } = self;
+        Buffers { plan: attention.into_memory(), lists, ..buffers }
     }
 
     /// All layers, unless `go_on` says no.
@@ -343,13 +365,13 @@ impl<'a> Pass<'a> {
         let c = self.c;
         let (q, kv) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let keys = &mut self.buffers.keys[..step.rows.len() * kv];
-        let angles = &self.own_angles[s];
+        let Lists { angles, rows, .. } = &self.lists[s];
         for_each_row(keys, kv, qkv, width, |i, out, x| {
             rotate_heads(c.rope.style, angles, i, &x[q..q + kv], 1.0, out);
         });
         let k = NewRows { values: keys, stride: kv };
         let v = NewRows { values: qkv.get(q + kv..).unwrap_or_default(), stride: width };
-        append_rows(step.own, &step.own_layout, layer, &self.own_rows[s], k, v);
+        append_rows(step.own, &step.own_layout, layer, rows, k, v);
     }
 
     /// Attention of all rows.
@@ -358,8 +380,8 @@ impl<'a> Pass<'a> {
         let (q, width) = (c.heads * c.head_dim, self.w.layers[layer].qkv.padded_n());
         let scale = query_scale(c.head_dim);
         let mut qkv = &self.buffers.qkv[..];
-        for (step, rotations) in steps.iter().zip(&mut self.rotations) {
-            let Rotations { first, angles, queries, .. } = rotations;
+        for (step, lists) in steps.iter().zip(&mut self.lists) {
+            let Rotations { first, angles, queries, .. } = &mut lists.rotations;
             let (part, rest) = qkv.split_at(step.rows.len() * width);
             for ((&first, angles), queries) in first.iter().zip(angles.iter()).zip(queries) {
                 let (queries, qkv) = (&mut queries[first * q..], &part[first * width..]);
@@ -369,8 +391,9 @@ impl<'a> Pass<'a> {
             }
             qkv = rest;
         }
-        let rotations = &self.rotations;
-        let input = |s: usize| LayerInput { own: steps[s].own, queries: &rotations[s].queries };
+        let lists = &self.lists;
+        let input =
+            |s: usize| LayerInput { own: steps[s].own, queries: &lists[s].rotations.queries };
         if let Some(sums) = &mut self.attended {
             self.attention.attended(layer, input, sums);
         }
@@ -384,14 +407,15 @@ impl<'a> Pass<'a> {
         let scale = query_scale(c.head_dim);
         let (mut out, mut jobs, mut wanted) = (Vec::new(), Vec::new(), Vec::new());
         let mut end = 0;
-        for (step, rotations) in steps.iter().zip(&self.rotations) {
+        for (step, Lists { rotations, .. }) in steps.iter().zip(&self.lists) {
             end += step.rows.len();
             if !step.logits {
                 continue;
             }
             let (at, own) = (end - 1, step.rows.len() - 1);
             out.extend_from_slice(&x[at * c.hidden..end * c.hidden]);
-            let mut job = rotations.job(step);
+            let mut job = AttentionJob::default();
+            rotations.job(step, &mut job);
             job.positions.drain(..own);
             jobs.push(job);
             let row = &self.buffers.qkv[at * width..][..q];
@@ -400,7 +424,8 @@ impl<'a> Pass<'a> {
                 rotate_heads(c.rope.style, angles, own, row, scale, &mut queries);
                 queries
             };
-            wanted.push((&*step.own, rotations.angles.iter().map(rotated).collect::<Vec<_>>()));
+            let angles = rotations.angles.iter().take(rotations.shifts.len());
+            wanted.push((&*step.own, angles.map(rotated).collect::<Vec<_>>()));
         }
         if out.is_empty() {
             return out;
@@ -415,17 +440,24 @@ impl<'a> Pass<'a> {
     }
 
     /// Logits of rows that have gone through all layers.
-    fn logits(&mut self, x: &[f32]) -> Vec<Vec<f32>> {
-        let (c, head, wanted) = (self.c, self.w.ends.head(), &mut self.buffers.wanted);
+    fn logits(&mut self, x: &[f32], out: &mut Vec<Vec<f32>>) {
+        let (c, head) = (self.c, self.w.ends.head());
+        let Buffers { wanted, logits, .. } = &mut self.buffers;
         wanted.resize(x.len());
         rms_norm(self.isa, x, &self.w.norm, c.epsilon, &mut wanted.values);
-        let mut out = vec![0.0; x.len() / c.hidden * head.padded_n()];
-        head.product(self.isa, wanted, &mut out);
-        if x.len() == c.hidden {
-            out.truncate(c.vocab);
-            return vec![out];
+        let (rows, width) = (x.len() / c.hidden, head.padded_n());
+        out.resize_with(rows, Vec::new);
+        if let [out] = &mut out[..] {
+            resize_unread(out, width, f32::NAN);
+            head.product(self.isa, wanted, out);
+            return out.truncate(c.vocab);
         }
-        out.chunks_exact(head.padded_n()).map(|row| row[..c.vocab].to_vec()).collect()
+        resize_unread(logits, rows * width, f32::NAN);
+        head.product(self.isa, wanted, logits);
+        for (row, out) in logits.chunks_exact(width).zip(out) {
+            out.clear();
+            out.extend_from_slice(&row[..c.vocab]);
+        }
     }
 }
 

@@ -196,7 +196,19 @@ impl LanguageModel {
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut(usize) -> bool,
     ) -> Option<Vec<Vec<f32>>> {
-        forward(self.arithmetic(), (&self.config, &self.weights), &self.buffers, steps, go_on)
+        let mut logits = Vec::new();
+        self.forward_into(steps, go_on, &mut logits).then_some(logits)
+    }
+
+    /// The same, into memory of the caller's; false if `go_on` said no.
+    pub fn forward_into(
+        &self,
+        steps: &mut [Step<'_>],
+        go_on: &mut dyn FnMut(usize) -> bool,
+        logits: &mut Vec<Vec<f32>>,
+    ) -> bool {
+        let model = (&self.config, &self.weights);
+        forward(self.arithmetic(), model, &self.buffers, steps, go_on, logits)
     }
 
     /// Runs a step and says what its rows attend to: for each of its segments one value a row,

@@ -116,8 +116,7 @@ pub(crate) fn prefill(
 ) -> u32 {
     let own_layout = spec().own_layout(plan.own_rows);
     let step = Step { rows: &plan.rows[done..], segments, own, own_layout, logits: true };
-    let logits = HashEngine.forward(&mut [step], &mut || true).unwrap_or_default();
-    Sampler::new(sampling).sample(&logits[0], 0)
+    Sampler::new(sampling).sample(&HashEngine.step(step), 0)
 }
 
 /// Any mode.
@@ -187,8 +186,8 @@ impl Question {
             let rows = [ForwardRow { token, position, row }];
             let step =
                 Step { rows: &rows, segments: &segments, own: &mut own, own_layout, logits: true };
-            let logits = HashEngine.forward(&mut [step], &mut || true).unwrap_or_default();
-            token = Sampler::new(&self.sampling).sample(&logits[0], out.len() as u64);
+            let logits = HashEngine.step(step);
+            token = Sampler::new(&self.sampling).sample(&logits, out.len() as u64);
             (row, position) = (row + 1, position + 1);
         }
         out

@@ -57,6 +57,13 @@ fn logits(step: &mut Step<'_>) -> Vec<f32> {
     out
 }
 
+impl HashEngine {
+    /// Logits of one step.
+    pub(crate) fn step(&self, mut step: Step<'_>) -> Vec<f32> {
+        logits(&mut step)
+    }
+}
+
 impl Engine for HashEngine {
     fn kv_shape(&self) -> KvShape {
         SHAPE
@@ -78,7 +85,13 @@ impl Engine for HashEngine {
         &self,
         steps: &mut [Step<'_>],
         go_on: &mut dyn FnMut() -> bool,
-    ) -> Option<Vec<Vec<f32>>> {
-        go_on().then(|| steps.iter_mut().map(logits).collect())
+        out: &mut Vec<Vec<f32>>,
+    ) -> bool {
+        out.clear();
+        let goes_on = go_on();
+        if goes_on {
+            out.extend(steps.iter_mut().map(logits));
+        }
+        goes_on
     }
 }
