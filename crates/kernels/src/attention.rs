@@ -15,10 +15,10 @@ use std::cell::RefCell;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, Precision, TILE_ROWS};
+use matkv_types::{GROUP_ROWS, KvDtype, KvLayout, Precision};
 
 use crate::activations::ActivationsMut;
-use crate::block::{BLOCK_ROWS, Block, HEAD_DIM_MAX, Partial, Queries, Scratch, attend_block};
+use crate::block::{BLOCK_ROWS, Block, Partial, Queries, Scratch, attend_block};
 use crate::isa::Isa;
 use crate::team;
 use crate::totals::{merge, store_row};

@@ -8,8 +8,8 @@
 use std::sync::{Mutex, PoisonError};
 
 use matkv_kernels::{
-    Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, RopeAngles, Section, SegmentView,
-    PlanMemory, append_rows, query_scale, resize_unread, rms_norm, rotate_heads, team,
+    Attention, AttentionJob, Isa, LayerInput, Layers, NewRows, PlanMemory, RopeAngles, Section,
+    SegmentView, append_rows, query_scale, resize_unread, rms_norm, rotate_heads, team,
 };
 use matkv_types::{KvLayout, Precision};
 

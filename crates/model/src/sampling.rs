@@ -81,8 +81,7 @@ impl Sampler {
     /// How many of the heaviest tokens weigh so much together, and how much it is; they stand in
     /// front. A nucleus is small: the rest need not be sorted.
     fn nucleus(&mut self, wanted: f64) -> (usize, f64) {
-        let heaviest =
-            |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+        let heaviest = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
         let order = &mut self.order;
         let (mut sorted, mut len, mut kept) = (0, 0, 0.0);
         while kept < wanted && sorted < order.len() {

@@ -61,10 +61,10 @@ fn of_a_step(model: &LanguageModel, sequences: usize) -> (usize, usize) {
             own_layout: own,
             logits: true,
         };
-        let mut steps: Vec<Step<'_>> = sections.iter_mut().map(|s| step(s.as_mut_slice())).collect();
+        let mut steps: Vec<Step<'_>> =
+            sections.iter_mut().map(|s| step(s.as_mut_slice())).collect();
         let before = (CALLS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
-        let done =
-            team.install(|| model.forward_into(&mut steps, &mut |_| true, &mut logits));
+        let done = team.install(|| model.forward_into(&mut steps, &mut |_| true, &mut logits));
         let after = (CALLS.load(Ordering::Relaxed), BYTES.load(Ordering::Relaxed));
         assert!(done && logits.len() == sequences);
         last = (after.0 - before.0, after.1 - before.1);

@@ -2,7 +2,6 @@
 
 use std::sync::Arc;
 
-use matkv_decoder_core::Engine;
 use matkv_format::ChunkFile;
 use matkv_loader_core::machine::{ChunkSpec, Plan, Planned, PlannedSource, focused};
 use matkv_model::{ForwardRow, Sampler, Segment, Source, Step};
