@@ -84,8 +84,13 @@ impl ChunkCache {
         self.policy.insert(id, item);
     }
 
-    /// Keeps the rows of a prompt, and no longer those of prompts that it goes on with.
+    /// Keeps the rows of a prompt, unless another one has them all, and no longer those of prompts
+    /// that it goes on with.
     pub fn keep(&mut self, slot: Arc<ChunkSlot>, beginning: Beginning, cost: f64) {
+        let mut others = self.beginnings.iter();
+        if let Some((id, _)) = others.find(|(_, b)| b.common(&beginning) == beginning.rows()) {
+            return self.policy.access(id);
+        }
         let id = slot.id();
         let whole = |b: &Beginning| b.common(&beginning) == b.rows();
         let contained = self.beginnings.iter().filter(|(_, b)| whole(b));
@@ -194,6 +199,31 @@ mod tests {
         drop(pinned);
         assert!(add(&mut cache, &arena, 7, false));
         assert!(cache.get(&id(0)).is_none());
+    }
+
+    #[test]
+    fn a_conversation_has_one_slot() {
+        let region = Region::anonymous(8 * SLOT);
+        let arena = Arena::new(&region, 0..8 * SLOT);
+        let mut cache = ChunkCache::new(PolicyKind::Lru);
+        let shape = KvShape { layers: 1, kv_heads: 1, head_dim: 32 };
+        let layout = KvLayout::new(shape, KvDtype::Bf16, 16);
+        let mut keep = |tokens: &[u32]| {
+            let extent = cache.allocate(&arena, SLOT).unwrap();
+            let slot = extent.exclusive().unwrap();
+            let beginning = Beginning::of_tokens(tokens);
+            let slot = FillingSlot { slot, extent }.freeze(beginning.id(), 0..4096, layout, 0);
+            cache.keep(Arc::new(slot), beginning, 1.0);
+            let longest = cache.longest(&Beginning::of_tokens(&[1, 2, 3, 4, 5]));
+            (cache.earlier(), longest.map(|(_, rows)| rows), arena.usage().1 / SLOT)
+        };
+        assert_eq!(keep(&[1, 2]), (1, Some(2), 1));
+        assert_eq!(keep(&[1, 2, 3]), (1, Some(3), 1), "the next turn");
+        assert_eq!(keep(&[1, 2]), (1, Some(3), 1), "the first one again");
+        assert_eq!(keep(&[1, 2, 4]), (2, Some(3), 2), "another one that began alike");
+        assert_eq!(keep(&[1, 2, 3, 4]), (2, Some(4), 2));
+        assert_eq!(keep(&[7]), (3, Some(4), 3));
+        assert_eq!(cache.len(), 0, "none of them is a chunk");
     }
 
     #[test]

@@ -55,6 +55,12 @@ impl Beginning {
         Some(Self(planned.plan.segments.iter().filter_map(run).collect()))
     }
 
+    /// Of a prompt that is computed whole.
+    #[cfg(test)]
+    pub fn of_tokens(tokens: &[u32]) -> Self {
+        Self(vec![Run::Own(tokens.to_vec())])
+    }
+
     /// Own rows.
     pub fn rows(&self) -> usize {
         let rows = |run: &Run| match run {
